@@ -26,9 +26,7 @@ from train import Losses, corrupt_batch
 
 def base_step(model: Model, batch: Batch, args: Namespace) -> Losses:
     """Eq. 1 in Stage A."""
-    # the Context in which the model drafts, if it does
-    ctx = model.context(batch.real) if args.corruption == "draft" else None
-    z, kind = corrupt_batch(model, batch, ctx, args, args.mask_power)
+    z, kind = corrupt_batch(model, batch, model.context(batch.real), args, args.mask_power)
 
     # some rows are read from left to right, in blocks of one token, and the model fills all of their positions
     one_by_one = None

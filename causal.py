@@ -129,6 +129,11 @@ class CausalModel(Model):
         """The right tokens: no position sees its own, nor one on its right."""
         return clean
 
+    @property
+    def partial_cost(self) -> float:
+        """A pass runs its own n layers, and not the base's."""
+        return self.cfg.n_last / self.cfg.n_layer
+
     # --- training: train.cocommit_step, with these masks and this bundle
     def corrupt_and_draw(self, batch: Batch, ctx: Context, args: Namespace) -> tuple[Tensor, Tensor, Tensor]:
         """What the model is shown, and the bundle: z, kind and bundle, (R, T) each. A random number picks how a block

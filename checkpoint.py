@@ -115,6 +115,7 @@ def new_model(cfg: Config, generator: torch.Generator, device: torch.device | st
     """A model with fresh weights. In the base matrices are normal (initial_std), norms are one, and biases are zero.
     What is Stage B's own begins as its class has made it."""
     check_config(cfg)
+    check_names(cfg, "impossible model")
     model = empty_model(cfg, generator.initial_seed() % 2**32)
     state = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -186,10 +187,15 @@ def read_config(folder: Path, **changes) -> Config:
     cfg = Config(**{name: checked_entry(raw, name, kind, path) for name, kind in known.items()})
     cfg = replace(cfg, **changes)
     check_config(cfg, path)
+    check_names(cfg, path)
+    return cfg
+
+
+def check_names(cfg: Config, where: Path | str) -> None:
+    """Refuse a geometry with a name that is in no table."""
     for name, known in (("stage_b", STAGE_B), ("router", ROUTERS), ("decoder", SETTINGS)):
         if getattr(cfg, name) not in known:
-            fail(f"{path}: {name} is one of {', '.join(known)}, not {getattr(cfg, name)!r:.80}")
-    return cfg
+            fail(f"{where}: {name} is one of {', '.join(known)}, not {getattr(cfg, name)!r:.80}")
 
 
 def check_same_tokens(data: Path, base: Path) -> None:
@@ -369,8 +375,9 @@ def training_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def learned_biases(model: Model) -> dict[str, Tensor]:
-    """The experts' biases, which MoE.balance moves while the routers learn; none while the base is frozen."""
-    return {name: bias for name, bias in model.named_buffers() if model.wte.weight.requires_grad}
+    """The experts' biases, which MoE.balance moves while the routers learn, and the buffers that are Stage B's own."""
+    buffers = dict(model.named_buffers()).items()
+    return {name: tensor for name, tensor in buffers if model.wte.weight.requires_grad or name in model.own()}
 
 
 def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path, run: str) -> int:

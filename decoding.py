@@ -200,7 +200,7 @@ class Row:
         out.prompt = self.ids[:n] + self.prompt[len(self.ids) :]
         out.tokens = up_to_eos(new[: self.d.gen_length], self.cfg.eos_id)
         if self.cfg.mask_id in self.block:
-            out.warning = f"a block still has masks after {self.full} forwards, because the model writes masks there"
+            out.warning = f"a block still has masks after {self.full} forwards, because no step fills them"
 
         ended = self.cfg.eos_id in new and self.cfg.mask_id not in new
         self.over = len(self.ids) >= n + self.d.gen_length or (self.d.eos_early_stop and ended)
@@ -293,6 +293,8 @@ def decoding_of(args: Namespace, model: Model) -> Decoding:
     for name in ("top_k", "top_p"):
         if name in asked and not asked.get("temperature"):
             fail(f"--{name} does nothing without a temperature: add --temperature 1")
+    if asked.get("select") == "certified" and "tau_m2t" in asked:
+        fail("--tau_m2t does nothing here: --select certified has a bound of its own")
     if hasattr(args, "gen_length"):
         asked["gen_length"] = args.gen_length
     d = replace(own, **asked)

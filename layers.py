@@ -92,7 +92,7 @@ class MoE(nn.Module):
         self.cfg = cfg
         self.router = normal(cfg.n_expert, cfg.n_embd)
         self.register_buffer("expert_bias", torch.zeros(cfg.n_expert))  # always float32
-        self.times_chosen: Tensor | float = 0.0  # (E,): choices of each expert since the last `balance`, see the router
+        self.times_chosen: Tensor | float = 0.0  # (E,): choices of each expert since the last `balance`
         # the experts' weights are stacked, so that one grouped matmul serves them all
         self.gate_up = normal(cfg.n_expert, 2 * cfg.d_expert, cfg.n_embd)
         self.down = normal(cfg.n_expert, cfg.n_embd, cfg.d_expert)
@@ -106,7 +106,11 @@ class MoE(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (N, C) -> chosen experts (N, A) int64 and their weights (N, A) float32."""
-        return ROUTERS[self.cfg.router](self, x)
+        chosen, weights = ROUTERS[self.cfg.router](self, x)
+        # while it learns, count how often each expert is chosen, for `balance`
+        if self.router.requires_grad and torch.is_grad_enabled():
+            self.times_chosen = self.times_chosen + torch.bincount(chosen.flatten(), minlength=self.cfg.n_expert)
+        return chosen, weights
 
     def experts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The routed experts: x (N, C), chosen and weights (N, A) -> (N, C). For each of N*A choices
@@ -154,10 +158,6 @@ def grouped_sigmoid(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
     # choose the best experts of those groups; the others get -inf, because a biased score may be below 0
     allowed = groups.masked_fill(~kept[..., None], float("-inf")).view_as(biased)
     chosen = allowed.topk(cfg.n_active, dim=-1).indices  # (N, A)
-
-    # while it learns, count how often each expert is chosen, for `balance`
-    if moe.router.requires_grad and torch.is_grad_enabled():
-        moe.times_chosen = moe.times_chosen + torch.bincount(chosen.flatten(), minlength=cfg.n_expert)
 
     weights = scores.gather(1, chosen)
     if cfg.n_active > 1:

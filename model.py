@@ -65,6 +65,7 @@ class Model(nn.Module):
         settings                              how it decodes                      (else decoding.PAPER)
         unread                                flags of sample.py that its step does not read     (else "beam")
         denoise(engine, z, given, u, d)       a decoding step                     (else sample.denoise)
+        told(clean, states), partial_cost     see below
 
     tests/test_stage_b_of_ones_own.py has one with a layer of its own, and cache.check_stage_b tries any.
     """
@@ -173,14 +174,16 @@ class Model(nn.Module):
 
     @property
     def partial_cost(self) -> float:
-        """What a partial forward costs, as a share of a full one: it runs n of L layers."""
-        return self.cfg.n_last / self.cfg.n_layer
+        """What a partial forward costs, as a share of a full one: it runs n of L layers, and Stage B's own ones. A
+        Stage B that runs others says so here."""
+        own = sum(isinstance(module, Layer) for module in self.modules()) - self.cfg.n_layer
+        return (self.cfg.n_last + own) / self.cfg.n_layer
 
     # --- what learns
     def own(self) -> dict[str, Tensor]:
         """Stage B's own parameters and buffers, by name: the markers, and what a subclass adds."""
-        tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        return {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in self.BASE}
+        tensors = self.state_dict(keep_vars=True).items()
+        return {name: tensor for name, tensor in tensors if name.split(".")[0] not in self.BASE}
 
     def adapt(self, r: int, generator: torch.Generator) -> None:
         """Freeze the base, and let learn what is beside it (paper, Sec. 5.1): LoRA of rank r in every qkv and proj (0:
@@ -192,8 +195,9 @@ class Model(nn.Module):
 
         # always float32, whatever the model's dtype: an update of 1e-5 is lost in a bf16 parameter
         for tensor in self.own().values():
-            tensor.data = tensor.data.float()
-            tensor.requires_grad_(isinstance(tensor, nn.Parameter))
+            if isinstance(tensor, nn.Parameter):
+                tensor.data = tensor.data.float()
+                tensor.requires_grad_(True)
 
     def begin_from(self, state: dict[str, Tensor]) -> None:
         """Add to a base's tensors (name -> tensor) what is Stage B's own and they lack, as its class has made it.
@@ -216,8 +220,9 @@ class Model(nn.Module):
 
     def told(self, clean: Tensor, states: Tensor) -> Tensor:
         """Which tokens Stage B reads in the bundle while it learns, and while it is measured: of the right ones,
-        clean (P,) int64, and Stage A's states (P, C) -> (P,) int64. They are Stage A's drafts, as in decoding. (A Stage
-        B that sees only tokens on the left may be told the right ones. The paper's reads none, so it is told masks.)"""
+        clean (P,) int64, and Stage A's states (P, C) -> (P,) int64. They are Stage A's drafts, as in decoding. Only if
+        each position reads none but tokens on its left may they be the right ones. (The paper's Stage B reads none, so
+        it is told masks.)"""
         if type(self).coordinate is Model.coordinate:
             return torch.full_like(clean, self.cfg.mask_id)
         return self.drafts(states)

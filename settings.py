@@ -27,6 +27,7 @@ def build_parser(doc: str) -> Parser:
     some = bounded(int, 0, 10**9)
     flag = argparse.BooleanOptionalAction
 
+    # a run keeps its flags as --name=value, so a flag of your own takes one value, or is a BooleanOptionalAction
     # fmt: off
     add = parser.add_argument_group("data").add_argument
     add("--config", type=place, metavar="TOML", help="a file of flags, as in configs/; the command line's flags win")

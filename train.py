@@ -118,7 +118,7 @@ def corrupt_and_draw(model: Model, batch: Batch, ctx: Context, args: Namespace) 
 
 
 def corrupt_batch(
-    model: Model, batch: Batch, ctx: Context | None, args: Namespace, mask_power: float = 1.0
+    model: Model, batch: Batch, ctx: Context, args: Namespace, mask_power: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """What the model is shown: z (R, T) int64 and kind (R, T) uint8, see corrupt.py. ctx: for the model's drafts."""
 
@@ -155,7 +155,7 @@ def loop(
     steps = range(done, args.max_iters)
     with interruptible() as caught:
         for it in progress(steps, "train", done=done) if writes else steps:
-            record = update(model, corpus, step, optimizer, it, saved, args, first=it == done)
+            record = update(model, corpus, step, optimizer, it, saved, args, second=it == done + 1)
             report(record, log)
 
             # first save: neither a validation nor what is printed can then lose a step
@@ -183,7 +183,7 @@ def loop(
 
 def update(
     model: Model, corpus: Corpus, step: Callable[..., Losses], optimizer: torch.optim.Optimizer, it: int, saved: int,
-    args: Namespace, first: bool,
+    args: Namespace, second: bool,
 ) -> dict[str, float]:  # fmt: skip
     """One update of what learns -> its record for the log. saved: the last step that was saved."""
     # forward and backward: the gradients of all micro-batches, with one denominator
@@ -198,7 +198,7 @@ def update(
         loss += float(part.detach()) / n_real
         terms.append(part_terms)
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP))
-    if first and "m2t_B" in terms[0]:
+    if second and "m2t_B" in terms[0]:
         tell_what_does_not_learn(model)
 
     # update, at the schedule's rate
@@ -277,11 +277,16 @@ def balance_experts(model: Model) -> None:
 
 
 def tell_what_does_not_learn(model: Model) -> None:
-    """After the first backward: a parameter of Stage B's own with no gradient, or with one of zero, learns nothing."""
-    own = model.own().items()
-    idle = [name for name, p in own if isinstance(p, Parameter) and (p.grad is None or not p.grad.any())]
+    """Name the parameters of Stage B's own that have no gradient, or one of zero, though the model has moved once; and
+    the markers, if a round does not read its own."""
+    idle = []
+    for name, p in model.own().items():
+        if isinstance(p, Parameter):
+            parts = [p.grad] if name != "markers" or p.grad is None else p.grad
+            if any(part is None or not part.any() for part in parts):
+                idle.append(name)
     if idle:
-        print(f"no gradient in the first step, or one of zero: {', '.join(idle)}")
+        print(f"no gradient in the second step, or one of zero: {', '.join(idle)}")
 
 
 def weights_norm(model: Model) -> dict[str, float]:

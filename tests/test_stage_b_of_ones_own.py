@@ -15,6 +15,7 @@ import evaluate
 import sample
 import train
 from cache import check_stage_b
+from causal import CausalModel
 from checkpoint import load_model
 from config import Config
 from decoding import PAPER
@@ -73,9 +74,9 @@ def test_it_trains_decodes_and_is_measured(trained, tmp_path, monkeypatch, capsy
     for name, tensor in begun.own().items():
         assert not torch.equal(tensor, model.own()[name]), name
 
-    # sample.py decodes with the paper's gates and edits, and counts n/L = 1/2 of a forward
+    # sample.py decodes with the paper's gates and edits, and counts n + 1 of L layers: 3/4 of a forward
     said = caller(sample, monkeypatch, capsys)("--ckpt", out, "--prompt_ids", "1,2", "--gen_length", 4)
-    assert "partial x 0.5" in said and "draft Stage B, n = 2 of 4, K = 1, gates 0.7 and 0" in said
+    assert "partial x 0.75" in said and "draft Stage B, n = 2 of 4, K = 1, gates 0.7 and 0" in said
 
     # evaluate.py measures it on a toy, and in bits
     measured = caller(evaluate, monkeypatch, capsys)
@@ -124,14 +125,22 @@ class Sums(Draft):
 
 
 class Told(Draft):
-    """It is told the right tokens, as causal Stage B is, and reads each at its own place."""
+    """It is told one right token, as causal Stage B is, and reads it at its own place."""
 
     def told(self, clean: Tensor, states: Tensor) -> Tensor:
-        return clean
+        return torch.cat([self.drafts(states)[:-1], clean[-1:]])
+
+
+class Right(CausalModel):
+    """Causal Stage B, but each position reads the token on its right."""
+
+    def coordinate(self, h: Tensor, bundle: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
+        return super().coordinate(h, bundle, tokens.roll(-2, dims=1), ctx)
 
 
 @pytest.mark.parametrize("kind, words", [
-    (in_the_slot_of(0), "keys of its own"), (Sums, "something else in training"), (Told, "sees the answer")
+    (in_the_slot_of(0), "keys of its own"), (Sums, "something else in training"), (Told, "sees the answer"),
+    (Right, "sees the answer"),
 ])  # fmt: skip
 def test_a_stage_b_that_does_not_agree_is_refused(kind, words, fork):
     fork(kind)
@@ -153,4 +162,4 @@ def test_what_learns_nothing_is_said(trained):
             return super().coordinate(h + h @ self.a @ self.b, bundle, tokens, ctx)
 
     _, said = trained(Idle)
-    assert "no gradient in the first step, or one of zero: unused, a, b" in said
+    assert "no gradient in the second step, or one of zero: unused, a, b" in said
