@@ -214,11 +214,19 @@ def test_each_stage_draws_by_its_own_random_numbers():
 
 
 @pytest.mark.parametrize("window", [0, 3])
-def test_a_left_to_right_model_takes_one_forward_a_token(window):
+def test_a_left_to_right_model_takes_one_forward_a_token(window, monkeypatch):
     model = tiny_model(block_length=1, n_rounds=1, window=window)
     d = replace(SETTINGS["left"], gen_length=9, eos_early_stop=False)
-    for out in assert_as_specified(model, [prompt(n, n) for n in (1, 4, 7)], d):
+    texts = [prompt(n, n) for n in (1, 4, 7)]
+    for out in assert_as_specified(model, texts, d):
         assert out.nfe == dict(full=9, partial=0, refresh=0)
+
+    # three prompts are read, and then nine tokens of all rows
+    calls = []
+    prefix = model.prefix
+    monkeypatch.setattr(model, "prefix", lambda *given: calls.append(1) or prefix(*given))
+    generate(model, texts, d)
+    assert len(calls) == 3 + 9
 
 
 # --- how a block ends

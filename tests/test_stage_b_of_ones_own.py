@@ -70,7 +70,9 @@ def test_it_trains_decodes_and_is_measured(trained, tmp_path, monkeypatch, capsy
     # what it has of its own began as its class makes it, has learned, and is in the adapter
     model = load_model(out, "cpu", torch.float32)
     begun = load_model(tmp_path / "base", "cpu", torch.float32, "draft", n_last=2)
-    assert type(model) is Draft and begun.layer.attn.qkv.weight.std() > 0.1
+    assert type(model) is Draft
+    first = begun.layer.attn.qkv.weight  # 64 columns: their products keep their size
+    assert abs(first.std() - 0.125) < 0.01 and abs(first.mean()) < 0.01
     for name, tensor in begun.own().items():
         assert not torch.equal(tensor, model.own()[name]), name
 
