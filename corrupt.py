@@ -19,9 +19,9 @@ Each block draws its own mask ratio. For wrong tokens there are three rules (--c
 
     mask      there are only masks, and no wrong tokens
     random    random ordinary tokens replace some visible ones, as in LLaDA2.1's training
-    draft     Stage A, without gradient, fills some of the masks with its likeliest tokens. A wrong token is W, a right
-              one is G, and the other masks stay M. (The paper, too, takes W from the model's own errors, as in Yao,
-              arXiv 2606.17175.)
+    draft     as random, but with the model's own tokens: the same places are masked in a pass without gradient, and
+              Stage A's likeliest tokens then stand there. A wrong one is W, a right one is G. (Paper, Sec. 4.1: the
+              model's errors "rather than" random tokens, by Yao, arXiv 2606.17175, which fills masks by such a pass.)
 
 Each row has its own random numbers, so a row's corruption does not depend on the rows beside it.
 """
@@ -50,9 +50,8 @@ LAMBDA_M2T = 1.0
 LAMBDA_EDIT = 0.3
 LAMBDA_CLEAN = 0.2
 
-# neither the paper nor LLaDA2.1 publishes these two rates
-REPLACE_RATE = 0.2  # in `random` a block draws a rate from U(0, 0.2), and replaces that share of its visible tokens
-DRAFT_RATE = 0.3  # in `draft` Stage A fills this share of the masks
+# neither the paper nor LLaDA2.1 publishes this rate
+REPLACE_RATE = 0.2  # a block draws a rate from U(0, 0.2), and that share of its visible tokens is replaced
 
 # one generator for each row: all random numbers of the row come from it
 Draws = list[torch.Generator]
@@ -100,22 +99,26 @@ def masks_alone(z: Tensor, masked: Tensor, visible: Tensor, how: Corruption) -> 
 
 def random_tokens(z: Tensor, masked: Tensor, visible: Tensor, how: Corruption) -> Tensor:
     """Replace some visible tokens by random ones. A random token may happen to be the right one."""
-    T = z.shape[1]
-    rate = REPLACE_RATE * of_blocks(how.draws, T, how.block_length)
-    replaced = uniform(how.draws, T) < rate
-    replaced = visible & replaced.to(z.device)
-    place = (uniform(how.draws, T) * len(how.plain)).long()
+    replaced = to_replace(visible, how)
+    place = (uniform(how.draws, z.shape[1]) * len(how.plain)).long()
     return torch.where(replaced, how.plain[place].to(z.device), z)
 
 
 def own_drafts(z: Tensor, masked: Tensor, visible: Tensor, how: Corruption) -> Tensor:
-    """Fill some of the masks with Stage A's tokens."""
-    drafted = uniform(how.draws, z.shape[1]) < DRAFT_RATE
-    drafted = masked & drafted.to(z.device)
-    return z.masked_scatter(drafted, how.draft(z, drafted))
+    """Replace them by what Stage A writes there if they are masked, too."""
+    replaced = to_replace(visible, how)
+    drafts = how.draft(z.masked_fill(replaced, how.mask_id), replaced)
+    return z.masked_scatter(replaced, drafts)
 
 
 CORRUPTIONS = {"mask": masks_alone, "random": random_tokens, "draft": own_drafts}
+
+
+def to_replace(visible: Tensor, how: Corruption) -> Tensor:
+    """Draw which of the visible tokens are replaced: (R, T) bool."""
+    T = visible.shape[1]
+    rate = REPLACE_RATE * of_blocks(how.draws, T, how.block_length)
+    return visible & (uniform(how.draws, T) < rate).to(visible.device)
 
 
 def of_blocks(draws: Draws, T: int, block_length: int) -> Tensor:
@@ -185,6 +188,15 @@ def kinds_apart(ce_a: Tensor, ce_b: Tensor | None, kind: Tensor, bundle: Tensor 
         places |= {"m2t_A_bundle": (ce_a, bundle), "m2t_B": (ce_b, bundle)}
         places |= {"edit_B": (ce_b, kind == W), "clean_B": (ce_b, kind == G)}
     return {name: torch.stack([(ce * where).sum(), where.sum()]) for name, (ce, where) in places.items()}
+
+
+@torch.no_grad()
+def sizes(markers: Tensor, h: Tensor) -> dict[str, Tensor]:
+    """For the log: the root mean squares of markers (K, C), and of the states h (P, C) to which they are added: as in
+    kinds_apart, a sum over P, and P."""
+    rms = {"marker": markers.double().square().mean().sqrt().expand(len(h))}
+    rms["states"] = h.double().square().mean(-1).sqrt()
+    return {name: torch.stack([size.sum(), torch.ones_like(size).sum()]).float() for name, size in rms.items()}
 
 
 def cross_entropy(model: Model, h: Tensor, target: Tensor) -> Tensor:

@@ -72,14 +72,21 @@ def test_random_replaces_up_to_a_fifth_of_what_is_visible():
     assert both == approx(rate**2 / 3 * (1 - 1 / MASK) ** 2, abs=4 * rate**2 / 3 / math.sqrt(len(whole)) / rate)
 
 
-def test_a_draft_fills_three_tenths_of_the_masks():
-    x, z, k = corrupted("draft")
-    _, _, masks_alone = corrupted("mask")
-    masked = int((masks_alone == M).sum())
-    assert int((k == M).sum()) / masked == approx(0.7, abs=4 * math.sqrt(0.21 / masked))
-    drafted = (masks_alone == M) & (k != M)
-    assert torch.equal(k[drafted] == W, x[drafted] % 2 == 1)  # wrong drafts are W, right ones join G
-    assert (k[masks_alone != M] == G).all()  # what is visible stays
+def test_drafts_by_hand(monkeypatch):
+    """The rates of two blocks are .2 * .9 and .2 * .1, so visible tokens with a number below .18 and .02 are replaced.
+    Stage A reads masks in their places, and writes 7 8 9 8. Right drafts are G, wrong ones W."""
+    drawn = iter([torch.tensor([[0.9] * 4 + [0.1] * 4]), torch.tensor([[0.0, 0.17, 0.1, 0.19, 0.01, 0.03, 0.0, 0.0]])])
+    monkeypatch.setattr(corrupt, "uniform", lambda draws, n: next(drawn))
+    monkeypatch.setattr(corrupt, "of_blocks", lambda draws, T, B: next(drawn))
+    clean = torch.tensor([[5, 6, 8, 5, 6, 7, 8, 9]])
+    masked = torch.tensor([[1, 0, 0, 0, 0, 0, 0, 1]]).bool()
+    seen = []
+    how = Corruption("draft", 4, MASK, clean, [], lambda *args: seen.extend(args) or torch.tensor([7, 8, 9, 8]))
+
+    z = corrupt.own_drafts(clean.masked_fill(masked, MASK), masked, ~masked, how)
+    assert seen[0].tolist() == [[MASK, MASK, MASK, 5, MASK, 7, MASK, MASK]]
+    assert z.tolist() == [[MASK, 7, 8, 5, 9, 7, 8, MASK]]
+    assert corrupt.kinds(clean, z, clean > 0, MASK).tolist() == [[M, W, G, G, W, G, G, M]]
 
 
 # --- the bundle
