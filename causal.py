@@ -82,7 +82,7 @@ def bundle_mask(bundle: Tensor, ctx: Context) -> Tensor:
 
 # --- the model
 class CausalModel(Model):
-    fixed = dict(corruption="mask", context="clean")
+    fixed = dict(corruption="mask", context="clean", marker_rate=1.0)
     settings = CAUSAL
     unread = ("select", "tau_t2t")
 

@@ -20,6 +20,8 @@ from lib.util import Parser, bounded, fail, place, quoted
 # the settings that a resumed run may change. The schedule is computed again for another max_iters
 FREE_ON_RESUME = {"out_dir", "device", "micro_batch", "checkpointing", "max_iters", "eval_interval", *PLACES}
 
+MARKER_RATE = 3000.0  # a marker then reaches a twelfth of the states of a frozen base in 300 steps (results/names)
+
 
 def build_parser(doc: str) -> Parser:
     parser = Parser(doc)
@@ -62,6 +64,9 @@ def build_parser(doc: str) -> Parser:
     add("--optimizer", choices=OPTIMIZERS, default="adamw",
         help="adamw (paper); or muon, for the matrices of the layers that learn, beside Adam for the rest")
     add("--learning_rate", type=bounded(float, 1e-12), default=3e-4, help="the highest rate (paper 1e-5)")
+    add("--marker_rate", type=bounded(float, 0),
+        help=f"the markers' rate as a multiple of --learning_rate, by adamw (paper 1; default: {MARKER_RATE:g} on a "
+             "frozen base, or else 1)")
     add("--checkpointing", action=flag, default=False,
         help="recompute the layers in the backward (paper), which is slower and takes less memory")
 
@@ -87,7 +92,8 @@ def settle(args: Namespace) -> None:
     """Take the sizes that were left out from the checkpoint or the rows, and refuse settings that do not fit."""
     refuse_used(args)
     fixed = getattr(STAGE_B[args.stage_b], "fixed", {})
-    for name, papers in (dict(corruption="draft", context="corrupted") | fixed).items():
+    usual = dict(corruption="draft", context="corrupted", marker_rate=MARKER_RATE if saves_adapter(args) else 1.0)
+    for name, papers in (usual | fixed).items():
         if getattr(args, name) is None:
             setattr(args, name, papers)
         elif name in fixed and getattr(args, name) != papers:

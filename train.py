@@ -16,7 +16,7 @@ checkpointing, which are off because small models do not need them. A run prints
 changes. For these settings the paper gives no value, so the values are ours:
 
     mask ratio                    U(0, 1) as in LLaDA, drawn for each block       corrupt.py
-    masks that a draft fills      30 %, by Stage A's argmax                       corrupt.py, DRAFT_RATE
+    tokens that drafts replace    at a rate of U(0, .2), by Stage A's argmax      corrupt.py, REPLACE_RATE
     weights of the two stages     equal                                           cocommit_step
     denominator of the loss       all tokens of the batch except padding          loop
     Adam                          betas 0.9 and 0.95, decay 0.01 on matrices      lib/optimizers.py, adamw
@@ -45,7 +45,7 @@ import checkpoint
 from cache import check_stage_b
 from checkpoint import DTYPES
 from config import PRESETS
-from corrupt import Corruption, M, corrupt, draw_bundle, kinds_apart, three_term_loss
+from corrupt import Corruption, M, corrupt, draw_bundle, kinds_apart, sizes, three_term_loss
 from lib.optimizers import OPTIMIZERS
 from lib.rows import Batch, Corpus, copy_tokens, get_batch, read_corpus
 from lib.run import (
@@ -106,7 +106,7 @@ def cocommit_step(model: Model, batch: Batch, args: Namespace) -> Losses:
 
     # what cannot learn is no part of the loss: Stage A of a frozen base, beside a Stage B that has layers of its own
     loss = loss_a + loss_b if loss_a.requires_grad else loss_b
-    return loss, kinds_apart(ce_a, ce_b, kind, bundle)
+    return loss, kinds_apart(ce_a, ce_b, kind, bundle) | sizes(model.markers, h[bundle])
 
 
 # --- what a step is made of
@@ -138,8 +138,11 @@ def run(args: Namespace, step: Callable[..., Losses] = cocommit_step) -> None:
         refuse_used(args)
         corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
         model = start(args, corpus)
-        optimizer = OPTIMIZERS[args.optimizer](model.learned(), args.learning_rate)
-        loop(model, corpus, step, optimizer, args)
+        loop(model, corpus, step, optimizer_of(model, args), args)
+
+
+def optimizer_of(model: Model, args: Namespace) -> torch.optim.Optimizer:
+    return OPTIMIZERS[args.optimizer](model.learned(), args.learning_rate, args.marker_rate)
 
 
 def loop(

@@ -3,6 +3,8 @@
 bits     bits a byte of 16,384 held-out bytes, each block from masks, in each way that the model has
 draws    forwards a byte of 16 drawn texts, and ms a byte, for one text alone and for 16 together
 names    the share of 512 held-out names that exist, and forwards a name, for each row that evaluate.py has
+controls the share of right greedy answers (names that exist, or a toy's joint modes) with Stage B off, on, and by the
+         controls of released/ablation.py; answers gained and lost against Stage B off, and McNemar's exact p
 steps    greedy steps at the paper's gates that fill masks: how many fill several, and break the bound of the theorem
 toys     the share of a toy's contexts whose answer is the joint mode, one token at a time, with beams of 1 and 4
 
@@ -11,6 +13,7 @@ python -m experiments.measure names --ckpt assets/names/paper --system paper --s
 """
 
 import json
+import math
 import time
 from argparse import Namespace
 from collections import Counter
@@ -25,10 +28,11 @@ from torch import Tensor
 from checkpoint import base_of, judge_of, load_model
 from decoding import CAUSAL, PAPER, Row, Step
 from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, answer_log_probs, bits_of_rows, complete, forwards, rows_of, task_of
-from lib.names import draw_names
+from lib.names import draw_names, exists
 from lib.rows import read_corpus
 from lib.tokenizer import load_tokenizer
 from lib.util import Parser, append_line, command
+from released.ablation import COCOMMIT, CONTROLS, decoder_of
 from sample import generate
 from toy import Toy
 
@@ -40,6 +44,8 @@ N_BYTES = 16384
 BEGINNING = 56  # bytes of each beginning that is continued
 DRAWN = replace(CAUSAL, select="left", gen_length=200, temperature=1.0, eos_early_stop=False)  # whole blocks
 N_NAMES = 512
+N_CONTROLS = 1500
+CONTROLLED = [row for row in CONTROLS if row not in ("off", "Stage B without marker, deeper")]
 
 
 def bits(args: Namespace) -> Iterator[dict]:
@@ -98,6 +104,45 @@ def names(args: Namespace) -> Iterator[dict]:
         # a left-to-right loop needs m forwards for m tokens, ours takes 2 m - 1
         cost = (found["forwards"] + 1) / 2 if model.cfg.block_length == 1 else found["forwards"]
         yield dict(row=name, exist=found["exist"], forwards=round(cost, 4))
+
+
+def controls(args: Namespace) -> Iterator[dict]:
+    """At the paper's gate, and at one of .3, where steps fill more masks."""
+    model = load(args.ckpt)
+    task = task_of(args.ckpt)
+    if task:
+        prompts = task.prompt(torch.arange(task.n_ctx)).tolist()
+        length = task.m
+    else:
+        tokenizer = load_tokenizer(base_of(args.ckpt))
+        prompts = list(draw_names(N_CONTROLS, "held out", tokenizer).values())
+        length = NAME_LENGTH
+
+    for gate in (0.7, 0.3):
+        for row in ("off", COCOMMIT, *CONTROLLED):
+            d, step = decoder_of(row, model.cfg.n_rounds)
+            outputs = generate(model, prompts, replace(d, tau_m2t=gate, gen_length=length, holes=True), step=step)
+            if task:
+                answers = [o.tokens + [task.eos_id] * (task.m - len(o.tokens)) for o in outputs]
+                log_p = task.log_prob(torch.arange(task.n_ctx), torch.tensor(answers))
+                right = (log_p >= task.prob.amax(-1).log() - 1e-9).tolist()
+            else:
+                right = [exists(tokenizer.decode(o.prompt + o.tokens)) is not None for o in outputs]
+            if row == "off":
+                off, written = right, [o.tokens for o in outputs]
+
+            gained = sum(b and not a for a, b in zip(off, right, strict=True))
+            lost = sum(a and not b for a, b in zip(off, right, strict=True))
+            differ = sum(a != o.tokens for a, o in zip(written, outputs, strict=True))
+            found = dict(right=sum(right), n=len(right), gained=gained, lost=lost, p=mcnemar(gained, lost))
+            cost = round(forwards(model, outputs) / len(outputs), 3)
+            yield dict(row=row, gate=gate) | found | dict(differ=differ, forwards=cost)
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """The exact two-sided p: how often a fair coin is at least as one-sided in gained + lost throws."""
+    n = gained + lost
+    return min(1.0, 2 * sum(math.comb(n, k) for k in range(min(gained, lost) + 1)) / 2**n)
 
 
 def steps(args: Namespace) -> Iterator[dict]:
@@ -167,7 +212,7 @@ def toys(args: Namespace) -> Iterator[dict]:
         yield dict(row=f"one at a time, a beam of {U}", toy=task.name, likeliest=likeliest)
 
 
-WHAT = {"bits": bits, "draws": draws, "names": names, "steps": steps, "toys": toys}
+WHAT = {"bits": bits, "draws": draws, "names": names, "controls": controls, "steps": steps, "toys": toys}
 
 
 @command

@@ -1,4 +1,5 @@
-"""The optimizers: AdamW, as in the paper, and Muon. They take what learns (name -> tensor) and the highest rate."""
+"""The optimizers: AdamW, as in the paper, and Muon. They take what learns (name -> tensor), the highest rate, and the
+markers' rate as a multiple of Adam's."""
 
 import torch
 from torch import Tensor
@@ -7,16 +8,17 @@ WEIGHT_DECAY = 0.01
 ADAM = 0.4  # beside Muon: the peak of Adam's learning rate, as a share of Muon's
 
 
-def adamw(learned: dict[str, Tensor], peak: float) -> torch.optim.Optimizer:
+def adamw(learned: dict[str, Tensor], peak: float, marker_rate: float = 1.0) -> torch.optim.Optimizer:
     """AdamW, with weight decay on matrices only: norms and markers are not pulled to zero."""
     matrices = [p for name, p in learned.items() if p.dim() >= 2 and name != "markers"]
-    others = [p for name, p in learned.items() if p.dim() < 2 or name == "markers"]
+    others = [p for p in learned.values() if p.dim() < 2]
     decayed = dict(params=matrices, peak=peak, weight_decay=WEIGHT_DECAY)
     undecayed = dict(params=others, peak=peak, weight_decay=0.0)
-    return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95), fused=True)
+    markers = dict(params=[learned["markers"]], peak=marker_rate * peak, weight_decay=0.0)
+    return torch.optim.AdamW([decayed, undecayed, markers], betas=(0.9, 0.95), fused=True)
 
 
-def muon(learned: dict[str, Tensor], peak: float) -> torch.optim.Optimizer:
+def muon(learned: dict[str, Tensor], peak: float, marker_rate: float = 1.0) -> torch.optim.Optimizer:
     """Muon for the matrices of the layers (attention, dense and shared MLPs, routers), and Adam without decay for the
     rest (embedding, output layer, stacked experts, ...)."""
     matrices = [p for name, p in learned.items() if name.startswith("layers") and p.dim() == 2]

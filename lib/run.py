@@ -136,6 +136,8 @@ FIGURES = dict(
     m2t_B="Stage B's at the masks of its bundle",
     edit_B="Stage B's at wrong tokens",
     clean_B="Stage B's at right tokens",
+    marker="the root mean square of the markers",
+    states="that of the states at the bundle, to which a marker is added",
     B_less_A="m2t_B minus m2t_A_bundle: below 0, Stage B fills its bundle better than Stage A",
 )
 

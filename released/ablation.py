@@ -1,4 +1,5 @@
-"""The rows of the paper's Table 2, and that table on names, where every answer can be judged.
+"""The rows of the paper's Table 2, and that table on names, where every answer can be judged. Below them our controls,
+which ask whether Stage B gains by marking what is written together.
 
 A row says whose weights decode, with which gates, and by which step. Two of the steps are defined here, the others in
 sample.py. released/harness.py answers a benchmark as any of these rows does. Causal Stage B has no row.
@@ -29,12 +30,15 @@ FIGURES = ("exist", "forwards", "full")  # the figures of a row on names, see ev
 
 
 # --- steps other than the paper's; they take and return what sample.denoise does
-def by_turns(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, b_fills: bool) -> Step:
-    """One stage fills the bundle (Eq. 2); beside it the other edits (Eq. 3)."""
+def by_turns(
+    engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, by_b: Callable[[Tensor], Tensor]
+) -> Step:  # fmt: skip
+    """Stage B writes some positions (Eq. 2 and 3), and Stage A the others. by_b: bundle (R, B) bool -> which ones, a
+    bool tensor that broadcasts to (R, B)."""
     done = denoise(engine, z, given, u, d)
-    by_b = done.bundle if b_fills else ~done.bundle
-    token = torch.where(by_b, done.token, done.token_a)
-    conf = torch.where(by_b, done.conf, done.conf_a)
+    b_writes = by_b(done.bundle)
+    token = torch.where(b_writes, done.token, done.token_a)
+    conf = torch.where(b_writes, done.conf, done.conf_a)
 
     visible = (z != engine.model.cfg.mask_id) & ~given
     edited = visible & (conf > d.edit_gate) & (token != z)
@@ -42,16 +46,28 @@ def by_turns(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, b
     return replace(done, after=after, edited=edited, token=token, conf=conf, over=(after == z).all(-1))
 
 
-def unmarked(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, deeper: bool) -> Step:
-    """The paper's step without a marker: the last n layers run again on the prefix states, which is Stage A. deeper:
-    the other reading of the paper's words, as additional depth: LastN(LastN(h))."""
+def marking(
+    engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, marks: Callable[[Tensor, Tensor], Tensor],
+    deeper: bool = False,
+) -> Step:  # fmt: skip
+    """The paper's step with other marks. marks: bundle and masks, (R, B) bool each -> the marked positions. Without any
+    Stage B is Stage A. deeper: as additional depth, LastN(LastN(h)), which the paper's words may mean, too."""
 
     def stage_b(h: Tensor, bundle: Tensor, tokens: Tensor) -> Tensor:
         start = engine.states if deeper else h
-        return engine.stage_b(start, torch.zeros_like(bundle), tokens)
+        return engine.stage_b(start, marks(bundle, z == engine.model.cfg.mask_id), tokens)
 
-    without = SimpleNamespace(model=engine.model, stage_a=engine.stage_a, stage_b=stage_b)
-    return denoise(without, z, given, u, d)
+    other = SimpleNamespace(model=engine.model, stage_a=engine.stage_a, stage_b=stage_b)
+    return denoise(other, z, given, u, d)
+
+
+def none(bundle: Tensor, masked: Tensor) -> Tensor:
+    return torch.zeros_like(bundle)
+
+
+def size(bundle: Tensor) -> Tensor:
+    """How many masks a row's step fills: (R, 1)."""
+    return bundle.sum(-1, keepdim=True)
 
 
 # --- Table 2
@@ -67,10 +83,10 @@ MECHANISM = {
     "adapter, Stage B off": ("adapter", OFF, denoise, 90.75, 0.28),
     GATED: ("adapter", {}, denoise, 91.13, 0.28),
     COCOMMIT: ("adapter", dict(tau_t2t=0.0), denoise, 91.13, 0.34),
-    "B fills, A edits": ("adapter", {}, partial(by_turns, b_fills=True), 90.90, 0.27),
-    "A fills, B edits": ("adapter", {}, partial(by_turns, b_fills=False), 90.90, 0.30),
+    "B fills, A edits": ("adapter", {}, partial(by_turns, by_b=lambda bundle: bundle), 90.90, 0.27),
+    "A fills, B edits": ("adapter", {}, partial(by_turns, by_b=lambda bundle: ~bundle), 90.90, 0.30),
     "B fills, edits off": ("adapter", dict(tau_t2t=None), denoise, 88.40, 0.30),
-    "Stage B without marker": ("adapter", {}, partial(unmarked, deeper=False), 90.37, 0.28),
+    "Stage B without marker": ("adapter", {}, partial(marking, marks=none), 90.37, 0.28),
     "entropy selection, same size": ("adapter", dict(select="entropy"), denoise, 90.30, 0.27),
     "Stage B, tau_m2t 0.5": ("adapter", dict(tau_m2t=0.5), denoise, 88.40, 0.24),
     "Stage B, tau_m2t 0.3": ("adapter", dict(tau_m2t=0.3), denoise, 84.00, 0.22),
@@ -82,10 +98,22 @@ MECHANISM = {
     "all masks at once": ("adapter", dict(tau_m2t=ALL, tau_t2t=0.0), denoise, 79.91, 0.10),
 }
 
+# our controls, all but the first with the default's gates. "off": the same gates without Stage B
+UNGATED = dict(tau_t2t=0.0)
+CONTROLS = {
+    "Stage B without marker, deeper": ("adapter", {}, partial(marking, marks=none, deeper=True)),
+    "off": ("adapter", OFF | UNGATED, denoise),
+    "every mask marked": ("adapter", UNGATED, partial(marking, marks=lambda bundle, masked: masked)),
+    "only other masks marked": ("adapter", UNGATED, partial(marking, marks=lambda bundle, masked: masked & ~bundle)),
+    "Stage B where one mask is filled": ("adapter", UNGATED, partial(by_turns, by_b=lambda bundle: size(bundle) == 1)),
+    "Stage B where several are": ("adapter", UNGATED, partial(by_turns, by_b=lambda bundle: size(bundle) > 1)),
+}
+ROWS = MECHANISM | CONTROLS
+
 
 def decoder_of(row: str, n_rounds: int) -> tuple[Decoding, Callable[..., Step]]:
     """The settings and the step of a row, for a model with this many rounds."""
-    _, changes, step, *_ = MECHANISM[row]
+    _, changes, step, *_ = ROWS[row]
     return Decoding(**Q | dict(n_rounds=n_rounds) | changes), step
 
 
@@ -98,9 +126,9 @@ def row_of(model: Model, row: str | None = None, decode: str | None = None) -> s
         decode = decode or {"base": "released", "adapter": "paper"}[given]
         released = {"base": BASE, "adapter": "adapter, Stage B off"}[given]
         row = {"released": released, "paper": COCOMMIT}.get(decode, decode)
-    if row not in MECHANISM:
-        fail(f"{row!r} is no row of Table 2, and no decoder: those are released and paper, and rows are {[*MECHANISM]}")
-    weights, *_ = MECHANISM[row]
+    if row not in ROWS:
+        fail(f"{row!r} is no row of Table 2, and no decoder: those are released and paper, and rows are {[*ROWS]}")
+    weights, *_ = ROWS[row]
     if weights != given:
         fail(f"the row {row!r} is about the {weights}, and this is the {given}")
     return row
@@ -122,14 +150,12 @@ def main() -> None:
     row_of(models["adapter"])  # it has one
     prompts = draw_names(args.prompts, "held out", tokenizer)
 
-    # "without marker" has a second reading, which is a row of its own here
-    rows = MECHANISM | {"Stage B without marker, deeper": ("adapter", {}, partial(unmarked, deeper=True), 90.37, 0.28)}
-    K = models["adapter"].cfg.n_rounds
     lines = []
-    for name, (weights, changes, step, accuracy, nfe) in rows.items():
-        d = Decoding(**Q | dict(n_rounds=K) | changes)
+    for name, (weights, _, _, *printed) in ROWS.items():
+        d, step = decoder_of(name, models["adapter"].cfg.n_rounds)
         found = complete(models[weights], tokenizer, prompts, replace(d, gen_length=NAME_LENGTH, holes=True), step)
-        lines.append([name, *(f"{found[figure]:.3f}" for figure in FIGURES), f"{accuracy:.2f}", f"{nfe:.2f}"])
+        of_paper = [f"{figure:.2f}" for figure in printed] or ["", ""]
+        lines.append([name, *(f"{found[figure]:.3f}" for figure in FIGURES), *of_paper])
     print_table(["variant", *FIGURES, "| the paper's GSM8K", "NFE/token"], lines)
     print("forwards: of a name, everything counted; full: only the full ones, of a name (the paper's NFE: of a token)")
 

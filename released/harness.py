@@ -41,7 +41,7 @@ from lib.util import (
     write_json,
 )
 from prepare import read_records
-from released.ablation import BASE, MECHANISM, decoder_of, row_of
+from released.ablation import BASE, ROWS, decoder_of, row_of
 from released.chat import chat
 from released.tables import HEAD, TASKS, Run, digest, measured, read_runs
 from sample import generate
@@ -207,7 +207,7 @@ def build_parser() -> Parser:
     add("--ckpt", type=Path, required=True, help="a model's folder, or an adapter's")
     add("--decode", choices=["released", "paper"],
         help="the released decoder, or Stage B with ungated edits (left out: released, or for an adapter paper)")
-    add("--row", choices=MECHANISM, metavar="NAME", help="decode as this row of Table 2, instead of --decode")
+    add("--row", choices=ROWS, metavar="NAME", help="decode as this row of Table 2, instead of --decode")
     add("--gen_length", type=bounded(int, 1, 10**9), default=16384, help="the most tokens of an answer")
     add("--batch_size", type=bounded(int, 1), default=1, help="prompts that are decoded together")
     add("--out", type=Path, required=True, help="a folder; the same command goes on where it stopped")

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import train
-from lib.optimizers import OPTIMIZERS
 from lib.rows import Batch, read_corpus
 from lib.util import alone_in, command, fail, pick_device
 from model import Model
@@ -114,7 +113,7 @@ def run() -> None:
     status = 0
     try:
         with alone_in(Path(args.out_dir)) if writes else nullcontext():
-            optimizer = OPTIMIZERS[args.optimizer](model.learned(), args.learning_rate)
+            optimizer = train.optimizer_of(model, args)
             train.loop(model, corpus, shared_step, optimizer, args, writes, agreed=any_process)
     except SystemExit:
         status = 130  # in every process, even if only one was asked to stop

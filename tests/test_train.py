@@ -76,6 +76,9 @@ def test_the_step_by_hand(context, K):
             logged[f"{name}_{stage}"] = torch.stack([ce[where].sum(), where.sum()]).detach()
         if stage == "A":  # at the very masks that Stage B fills
             logged["m2t_A_bundle"] = torch.stack([ce[bundle].sum(), bundle.sum()]).detach()
+    states = h[:, :24][bundle]
+    logged["states"] = torch.stack([(states.norm(dim=1) / 8).sum(), bundle.sum()]).detach()  # of 64 channels
+    logged["marker"] = torch.stack([model.markers.norm() / (64 * K) ** 0.5 * bundle.sum(), bundle.sum()]).detach()
     torch.testing.assert_close(loss, by_hand, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(terms, logged, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found, torch.autograd.grad(by_hand, list(model.parameters())), rtol=1e-3, atol=2e-3)
@@ -93,14 +96,15 @@ def test_a_draft_is_stage_as_choice_and_never_a_mask():
 
 # --- who learns, and how fast
 def test_weight_decay_is_for_matrices():
-    """It is not for norms, and not for markers, which are added to states."""
+    """It is not for norms, and not for markers, which are added to states and have a rate of their own."""
     model = tiny_model()
-    groups = adamw(model.learned(), 1.0).param_groups
+    groups = adamw(model.learned(), 1.0, 30.0).param_groups
     names = {p: n for n, p in model.named_parameters()}
-    decayed, undecayed = ({names[p] for p in g["params"]} for g in groups)
-    assert [(g["weight_decay"], g["peak"], g["betas"]) for g in groups] == [(w, 1.0, (0.9, 0.95)) for w in (0.01, 0.0)]
-    assert undecayed == {name for name in names.values() if "norm" in name or name == "markers"}
-    assert decayed == set(names.values()) - undecayed
+    decayed, undecayed, markers = ({names[p] for p in g["params"]} for g in groups)
+    assert [(g["weight_decay"], g["peak"]) for g in groups] == [(0.01, 1.0), (0.0, 1.0), (0.0, 30.0)]
+    assert all(g["betas"] == (0.9, 0.95) for g in groups)
+    assert markers == {"markers"} and undecayed == {name for name in names.values() if "norm" in name}
+    assert decayed == set(names.values()) - undecayed - markers
 
 
 def test_learning_rate_warms_up_and_ends_at_zero():
@@ -252,7 +256,7 @@ def test_the_defaults_are_the_papers_except_for_sizes_and_what_small_models_do_n
     args |= dict(corruption="draft", context="corrupted")
     found = (
         "seq_len 32 (2048), max_iters 300 (12500), batch_size 64 (8), learning_rate 0.0003 (1e-05), "
-        "checkpointing False (True), dtype fp32 (bf16)"
+        "marker_rate 3000.0 (1.0), checkpointing False (True), dtype fp32 (bf16)"
     )
     assert settings.differences(Namespace(**args)) == found
     args["init_from"] = "scratch"

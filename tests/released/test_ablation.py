@@ -14,7 +14,7 @@ from lib.names import draw_names
 from lib.tokenizer import load_tokenizer
 from lib.util import Mistake
 from released import ablation
-from released.ablation import BASE, COCOMMIT, GATED, MECHANISM, decoder_of, row_of
+from released.ablation import BASE, COCOMMIT, GATED, MECHANISM, ROWS, decoder_of, row_of
 from sample import denoise, generate
 
 
@@ -29,13 +29,17 @@ def test_without_marker_stage_b_writes_what_stage_a_would():
     assert without.nfe["partial"] > 0 == off.nfe["partial"]
 
 
-def one_step(z: list[int], row: str):
-    """Five positions of ten tokens, id 9 is the mask: Stage A is sure of token 7, and Stage B of token 5."""
-    a, b = (9.0 * F.one_hot(torch.tensor([[token] * 5]), 10) for token in (7, 5))
+def one_step(z: list[int], row: str, sure: tuple[float, ...] = (9.0,) * 5):
+    """Five positions of ten tokens, id 9 is the mask: Stage A is sure of token 7, and Stage B of token 5 -> the step,
+    and which positions were marked."""
+    a, b = (torch.tensor([sure])[..., None] * F.one_hot(torch.tensor([[token] * 5]), 10) for token in (7, 5))
     model = SimpleNamespace(cfg=SimpleNamespace(mask_id=9), logits=lambda states: states)
-    engine = SimpleNamespace(model=model, stage_a=lambda z: (a, a), stage_b=lambda h, *marked: b)
+    marked = []
+    engine = SimpleNamespace(model=model, stage_a=lambda z: (a, a))
+    engine.stage_b = lambda h, marks, tokens: marked.extend(marks.int().tolist()) or b
     d, step = decoder_of(row, 1)
-    return step(engine, torch.tensor([z]), torch.zeros(1, 5, dtype=torch.bool), torch.zeros(1, 2, 5), d)
+    done = step(engine, torch.tensor([z]), torch.zeros(1, 5, dtype=torch.bool), torch.zeros(1, 2, 5), d)
+    return done, marked
 
 
 @pytest.mark.parametrize("row, fill, edit", [
@@ -43,16 +47,36 @@ def one_step(z: list[int], row: str):
     ("B fills, A edits", 5, 7),
     ("A fills, B edits", 7, 5),
     ("adapter, Stage B off", 7, 7),
+    ("Stage B where several are", 5, 5),
+    ("Stage B where one mask is filled", 7, 7),
 ])  # fmt: skip
 def test_whose_logits_fill_and_whose_edit(row, fill, edit):
-    done = one_step([9, 9, 1, 2, 3], row)
+    done, _ = one_step([9, 9, 1, 2, 3], row)
     assert done.after.tolist() == [[fill, fill, edit, edit, edit]]
     assert done.bundle.tolist() == [[True, True, False, False, False]]
     assert done.partial.tolist() == [0.0 if row == "adapter, Stage B off" else 1.0] and not done.over.any()
 
     # without a bundle Stage A edits alone
-    done = one_step([1, 1, 1, 2, 7], row)
+    done, _ = one_step([1, 1, 1, 2, 7], row)
     assert done.after.tolist() == [[7] * 5] and done.partial.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("row, marked", [
+    (COCOMMIT, [1, 0, 0, 0, 0]),
+    ("every mask marked", [1, 1, 1, 0, 0]),
+    ("only other masks marked", [0, 1, 1, 0, 0]),
+    ("Stage B without marker", [0, 0, 0, 0, 0]),
+])  # fmt: skip
+def test_which_positions_are_marked(row, marked):
+    """Three masks, of which Stage A is sure of one."""
+    done, found = one_step([9, 9, 9, 1, 2], row, (9.0, 1.0, 1.0, 9.0, 9.0))
+    assert found == [marked] and done.bundle.int().tolist() == [[1, 0, 0, 0, 0]]
+    assert done.after.tolist() == [[5, 9, 9, 5, 5]]
+
+
+def test_where_one_mask_is_filled():
+    for row, token in (("Stage B where one mask is filled", 5), ("Stage B where several are", 7)):
+        assert one_step([9, 1, 1, 2, 3], row)[0].after.tolist() == [[token] * 5]
 
 
 def test_every_row_differs_from_the_released_quality_setting_as_the_paper_says():
@@ -82,7 +106,7 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ablation, "NAME_LENGTH", 8)
     call = caller(ablation, monkeypatch, capsys)
     lines = call("--ckpt", adapter, "--device", "cpu", "--prompts", 2).splitlines()
-    assert [line.split("  ")[0] for line in lines[1:-1]] == [*MECHANISM, "Stage B without marker, deeper"]
+    assert [line.split("  ")[0] for line in lines[1:-1]] == [*ROWS]
 
     tokenizer = load_tokenizer(base)
     found = complete(model, tokenizer, draw_names(2, "held out", tokenizer), Decoding(gen_length=8, n_rounds=2))
