@@ -1,4 +1,5 @@
-"""Train a base from scratch: a model that has only Stage A, trained as LLaDA2.1 is. Then train.py adds CoCommit to it.
+"""Train a base from scratch: a model that has only Stage A. It fills masks and corrects random tokens, as LLaDA2.1
+does; --one_by_one and --mask_power are ours. Then train.py adds CoCommit to it.
 
 The loop and most flags are train.py's. --init_from is scratch or resume, and --lora_r and --s_max do nothing. --n_last
 and --n_rounds are only saved: on this base train.py uses them if its own flags are left out. A base has no Stage B, so

@@ -43,7 +43,7 @@ class Context:
     cos: Tensor  # (T, 1, rotary_dim / 2), or (R, T, 1, ...) where rows are at different positions
     sin: Tensor
     mask: Tensor  # bool, broadcasts to (R, H, T, S): who attends to whom
-    add_keys: AddKeys | None = None  # adds the blocks before: clean ones in training, finished ones in decoding
+    add_keys: AddKeys | None = None  # adds the blocks before: finished ones, or in training their clean copies
     i_round: int = 0  # the round of Stage B whose keys and values are added
     n_rounds: int = 1  # K: how many rounds Stage B takes
 

@@ -11,12 +11,14 @@ bit for bit, and no draw depends on --micro_batch.
     python train.py --init_from resume --out_dir out/names    # go on after Ctrl-C, kill or power cut
     python train.py --init_from resume --out_dir out/names --max_iters 600        # or go on for longer
 
-The defaults are the paper's, except for the sizes (model, rows, blocks, batch, steps), the learning rate, and bf16 and
-checkpointing, which are off because small models do not need them. A run prints which of the paper's settings it
-changes. For these settings the paper gives no value, so the values are ours:
+The defaults are the paper's, except for the sizes (model, rows, blocks, batch, steps), the learning rate and the
+marker's (--marker_rate), and bf16 and checkpointing, which are off because small models do not need them. A run prints
+which of the paper's settings it changes. For these settings the paper gives no value, so the values are ours:
 
     mask ratio                    U(0, 1) as in LLaDA, drawn for each block       corrupt.py
     tokens that drafts replace    at a rate of U(0, .2), by Stage A's argmax      corrupt.py, REPLACE_RATE
+    size of a bundle              drawn once for each row, whatever its blocks    corrupt.py, draw_bundle
+    when decoding stops           after the block in which an eos stands          decoding.py, eos_early_stop
     weights of the two stages     equal                                           cocommit_step
     denominator of the loss       all tokens of the batch except padding          loop
     Adam                          betas 0.9 and 0.95, decay 0.01 on matrices      lib/optimizers.py, adamw

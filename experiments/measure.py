@@ -2,11 +2,12 @@
 
 bits     bits a byte of 16,384 held-out bytes, each block from masks, in each way that the model has
 draws    forwards a byte of 16 drawn texts, and ms a byte, for one text alone and for 16 together
-names    the share of 512 held-out names that exist, and forwards a name, for each row that evaluate.py has
+names    the share of 512 held-out names that exist, forwards a name, and how many of the real names are of the training
+         half, for each row that evaluate.py has, and for opponents
+shares   the shares of masked, wrong and right positions that each rule of corruption makes
 controls the share of right greedy answers (names that exist, or a toy's joint modes) with Stage B off, on, and by the
          controls of released/ablation.py; answers gained and lost against Stage B off, and McNemar's exact p
 steps    greedy steps at the paper's gates that fill masks: how many fill several, and break the bound of the theorem
-toys     the share of a toy's contexts whose answer is the joint mode, one token at a time, with beams of 1 and 4
 
 python -m experiments.measure bits --ckpt assets/shakespeare/causal --system causal --seed 1 --out out/bits.jsonl
 python -m experiments.measure names --ckpt assets/names/paper --system paper --seed 1 --out out/names.jsonl
@@ -17,27 +18,32 @@ import math
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from checkpoint import base_of, judge_of, load_model
-from decoding import CAUSAL, PAPER, Row, Step
-from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, answer_log_probs, bits_of_rows, complete, forwards, rows_of, task_of
+from corrupt import CORRUPTIONS, G, M, W, draw_bundle
+from decoding import CAUSAL, PAPER, Row, Step, up_to_eos
+from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, bits_of_rows, complete, forwards, rows_of, task_of
 from lib.names import draw_names, exists
-from lib.rows import read_corpus
+from lib.rows import get_batch, read_corpus
 from lib.tokenizer import load_tokenizer
 from lib.util import Parser, append_line, command
-from released.ablation import COCOMMIT, CONTROLS, decoder_of
+from model import Model
+from released.ablation import BASE, COCOMMIT, CONTROLS, decoder_of
 from sample import generate
 from toy import Toy
+from train import corrupt_batch
 
 load = partial(load_model, device="cpu", dtype=torch.float32)
 TEXT = Path("data/shakespeare")
+NAMES = Path("data/names")
 SEQ_LEN = 256
 BLOCK = 16  # all models are judged on the rows of these blocks
 N_BYTES = 16384
@@ -50,7 +56,8 @@ CONTROLLED = [row for row in CONTROLS if row not in ("off", "Stage B without mar
 
 def bits(args: Namespace) -> Iterator[dict]:
     model = load(args.ckpt)
-    corpus = read_corpus(TEXT, SEQ_LEN, 0, BLOCK, 0)
+    of_names = "names" in judge_of(args.ckpt)
+    corpus = read_corpus(NAMES, 32, 0, 8, 0) if of_names else read_corpus(TEXT, SEQ_LEN, 0, BLOCK, 0)
 
     # a left-to-right model has blocks of one: what its mask says is the next byte
     if model.cfg.block_length == 1:
@@ -94,16 +101,70 @@ def draws(args: Namespace) -> Iterator[dict]:
 def names(args: Namespace) -> Iterator[dict]:
     tokenizer = load_tokenizer(base_of(args.ckpt))
     prompts = draw_names(N_NAMES, "held out", tokenizer)
+    known = draw_names(10**9, "trained", tokenizer).keys()
     model = load(args.ckpt)
-    rows = [(name, model, d) for name, d in (rows_of(model) if model.trained_b else BASE_ROWS).items()]
-    if not model.trained_b:
-        rows.append(("in blocks of one token", load(args.ckpt, block_length=1), LEFT))
+    rows = {name: (model, d) for name, d in (rows_of(model) if model.trained_b else BASE_ROWS).items()}
+    if model.cfg.stage_b == "causal":
+        rows["Stage B, the longest run above 0.5"] = (model, replace(CAUSAL, tau_m2t=0.5))
+    elif model.trained_b:
+        rows["Stage B, gates .7 and .5"] = (model, replace(PAPER, tau_t2t=0.5))
+    else:
+        rows |= {f"the longest run above {tau}": (model, replace(LEFT, tau_m2t=tau)) for tau in (0.7, 0.2, 0.1)}
+        rows["in blocks of one token"] = (load(args.ckpt, block_length=1), LEFT)
 
-    for name, model, d in rows:
+    for name, (model, d) in rows.items():
         found = complete(model, tokenizer, prompts, replace(d, gen_length=NAME_LENGTH))
         # a left-to-right loop needs m forwards for m tokens, ours takes 2 m - 1
         cost = (found["forwards"] + 1) / 2 if model.cfg.block_length == 1 else found["forwards"]
-        yield dict(row=name, exist=found["exist"], forwards=round(cost, 4))
+        yield counted(name, found["written"], cost, known)
+    if not model.trained_b:
+        found = [beam_by_token(model, prompt, 4) for prompt in prompts.values()]
+        written = [tokenizer.decode(text) for text, _ in found]
+        yield counted("in blocks of one, a beam of 4", written, sum(m for _, m in found) / len(found), known)
+
+
+def counted(row: str, written: list[str], cost: float, known: Container[str]) -> dict:
+    """known: how many of the real names are among those of the training half."""
+    real = [name for name in written if exists(name)]
+    shares = dict(exist=len(real) / len(written), forwards=round(cost, 4))
+    return dict(row=row) | shares | dict(known=sum(name in known for name in real), real=len(real))
+
+
+@torch.inference_mode()
+def beam_by_token(model: Model, prompt: list[int], U: int) -> tuple[list[int], int]:
+    """The likeliest text that a beam of U finds in blocks of one -> the text up to its eos, and its forwards. The beam
+    ends with the first text that is both finished and likeliest."""
+    eos, mask = model.cfg.eos_id, model.cfg.mask_id
+    texts = torch.tensor([prompt])
+    score = torch.zeros(1)
+    for _ in range(NAME_LENGTH):
+        ids = F.pad(texts, (0, 1), value=mask)
+        log_p = model(ids, model.context(torch.ones_like(ids, dtype=torch.bool), ids))[:, -1].log_softmax(-1)
+        log_p[:, mask] = -torch.inf
+        ended = texts[:, -1] == eos
+        log_p[ended] = -torch.inf
+        log_p[ended, eos] = 0.0
+        score, best = (score[:, None] + log_p).flatten().topk(U)
+        texts = torch.cat([texts[best // log_p.shape[1]], (best % log_p.shape[1])[:, None]], dim=1)
+        if texts[0, -1] == eos:
+            break
+    return prompt + up_to_eos(texts[0, len(prompt) :].tolist(), eos), texts.shape[1] - len(prompt)
+
+
+def shares(args: Namespace) -> Iterator[dict]:
+    """What rows of names hold by each rule of corruption, of the positions that are neither prompt nor padding. Whole
+    bundle: the share of rows in which the bundle, of 1 to 16 masks, is all masks."""
+    model = load(args.ckpt)
+    corpus = read_corpus(NAMES, 32, 0, model.cfg.block_length, 0)
+    for rule in CORRUPTIONS:
+        batch = get_batch(corpus, "train", 0, 2048, 0, torch.device("cpu"))
+        _, kind = corrupt_batch(model, batch, model.context(batch.real), Namespace(corruption=rule))
+        part = [(kind[batch.corruptible] == which).float().mean() for which in (M, W, G)]
+        bundle = draw_bundle(kind == M, 1, 16, batch.draws)
+        whole = (bundle == (kind == M)).all(1).float().mean()
+        yield dict(row=rule) | {
+            name: round(float(x), 4) for name, x in zip([*"MWG", "whole bundle"], [*part, whole], strict=True)
+        }
 
 
 def controls(args: Namespace) -> Iterator[dict]:
@@ -119,7 +180,7 @@ def controls(args: Namespace) -> Iterator[dict]:
         length = NAME_LENGTH
 
     for gate in (0.7, 0.3):
-        for row in ("off", COCOMMIT, *CONTROLLED):
+        for row in ("off", COCOMMIT, *CONTROLLED) if model.trained_b else (BASE,):
             d, step = decoder_of(row, model.cfg.n_rounds)
             outputs = generate(model, prompts, replace(d, tau_m2t=gate, gen_length=length, holes=True), step=step)
             if task:
@@ -128,7 +189,7 @@ def controls(args: Namespace) -> Iterator[dict]:
                 right = (log_p >= task.prob.amax(-1).log() - 1e-9).tolist()
             else:
                 right = [exists(tokenizer.decode(o.prompt + o.tokens)) is not None for o in outputs]
-            if row == "off":
+            if row in ("off", BASE):
                 off, written = right, [o.tokens for o in outputs]
 
             gained = sum(b and not a for a, b in zip(off, right, strict=True))
@@ -164,13 +225,24 @@ def steps(args: Namespace) -> Iterator[dict]:
 
     def note(rows: list[Row], step: Step) -> None:
         n = step.bundle.sum(-1)
+        written = step.bundle | step.edited
+        several = step.edited.any(-1) & (written.sum(-1) > 1)
+        unsure = (1 - step.conf) * written
+        count["edits beside others"] += int(several.sum())
+        count["bound broken with edits"] += int((several & (unsure.sum(-1) + unsure.amax(-1) > 1)).sum())
         miss = (1 - step.conf_a) * step.bundle
         count["fill"] += int((n >= 1).sum())
         count["two"] += int((n == 2).sum())
         count["more"] += int((n >= 3).sum())
         count["bound broken"] += int(((n >= 3) & (miss.sum(-1) + miss.amax(-1) > 1)).sum())
-        count["not Stage A's"] += int(((step.token != step.token_a) & step.bundle).any(-1).sum())
-        for row, z, bundle, token in zip(rows, step.z, step.bundle, step.token, strict=True):
+        changed = ((step.token != step.token_a) & step.bundle).any(-1)
+        count["not Stage A's"] += int(changed.sum())
+        count["not Stage A's, several"] += int((changed & (n > 1)).sum())
+        for row, z, bundle, token, all_written, beside in zip(
+            rows, step.z, step.bundle, step.token, written, several, strict=True
+        ):  # fmt: skip
+            if task and beside:
+                count["not the mode with edits"] += misses_mode(task, row.number, z, all_written, token)
             if task and bundle.any():
                 missed = misses_mode(task, row.number, z, bundle, token)
                 count["not the mode"] += missed
@@ -181,38 +253,17 @@ def steps(args: Namespace) -> Iterator[dict]:
 
 
 def misses_mode(task: Toy, c: int, z: Tensor, bundle: Tensor, token: Tensor) -> bool:
-    """Are a step's tokens in the bundle not the joint mode, given what is visible in the answer z (m,) of context c?"""
+    """Are a step's tokens in the bundle not the joint mode, given what else is visible in the answer z (m,) of context
+    c? The bundle may have visible tokens, which are edited."""
     support = task.support[c]
-    possible = ((support == z) | (z == task.mask_id)).all(-1)
+    possible = ((support == z) | (z == task.mask_id) | bundle).all(-1)
     tuples, which = support[:, bundle].unique(dim=0, return_inverse=True)
     joint = torch.zeros(len(tuples), dtype=torch.float64).scatter_add(0, which, task.prob[c] * possible)
     written = joint[(tuples == token[bundle]).all(-1)].sum()
     return bool(written < joint.max() - 1e-9)
 
 
-def toys(args: Namespace) -> Iterator[dict]:
-    model = load(args.ckpt)
-    task = task_of(args.ckpt)
-    N, _, m = task.support.shape
-    best = task.prob.amax(-1).log()
-    for U in (1, 4):
-        # the texts of a beam are the same at first, so only one may count
-        c = torch.arange(N).repeat_interleave(U)
-        z = torch.full((N * U, m), -1)
-        score = torch.full((N, U), -torch.inf, dtype=torch.float64)
-        score[:, 0] = 0.0
-        for i in range(m):
-            log_p = answer_log_probs(model, task, c, z)[:, i].view(N, U, task.V)
-            score, chosen = (score[..., None] + log_p).flatten(1).topk(U, dim=-1)
-            parent = (torch.arange(N)[:, None] * U + chosen // task.V).flatten()
-            z = z[parent]
-            z[:, i] = (chosen % task.V).flatten()
-        found = task.log_prob(torch.arange(N), z.view(N, U, m)[:, 0])
-        likeliest = float((found >= best - 1e-9).double().mean())
-        yield dict(row=f"one at a time, a beam of {U}", toy=task.name, likeliest=likeliest)
-
-
-WHAT = {"bits": bits, "draws": draws, "names": names, "controls": controls, "steps": steps, "toys": toys}
+WHAT = {what.__name__: what for what in (bits, draws, names, shares, controls, steps)}
 
 
 @command

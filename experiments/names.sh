@@ -15,5 +15,9 @@ names="--seed $seed --out $out/names.jsonl"
 python -m experiments.measure names --ckpt $out/base --system base $names
 python -m experiments.measure names --ckpt $out/left --system "left-to-right model" $names
 python -m experiments.measure names --ckpt $out/paper --system paper $names
+python -m experiments.measure controls --ckpt $out/paper --system draft --seed $seed --out $out/controls.jsonl
 python -m experiments.measure names --ckpt $out/causal --system causal $names
+for system in base paper causal; do
+  python -m experiments.measure bits --ckpt $out/$system --system $system --seed $seed --out $out/bits.jsonl
+done
 python -m released.ablation --ckpt $out/paper --prompts 512

@@ -21,11 +21,9 @@ for task in modes pairs mixed copy gaussian permutation sum; do
   fi
   python train.py $on_base --out_dir $out/$task-causal
   python -m experiments.measure steps --ckpt $out/$task-base --system "paper, $task" --seed $seed --out $out/steps.jsonl
-  python -m experiments.measure toys --ckpt $out/$task-base --system base --seed $seed --out $out/beams.jsonl
   echo "-- causal"
   python evaluate.py --ckpt $out/$task-causal
   python train.py --config configs/toy_base.toml $run --corruption mask --max_iters $as_long --out_dir $out/$task-masks
-  python -m experiments.measure toys --ckpt $out/$task-masks --system "mask-only base" --seed $seed --out $out/beams.jsonl
   echo "-- masks"
   python evaluate.py --ckpt $out/$task-masks
 done

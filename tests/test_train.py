@@ -253,7 +253,7 @@ def test_a_step_of_ones_own_gets_its_rows_in_order(tmp_path, monkeypatch, scratc
 def test_the_defaults_are_the_papers_except_for_sizes_and_what_small_models_do_not_need():
     """configs/llada.toml has the paper's values, here in brackets."""
     args = vars(settings.build_parser("").parse_args([])) | dict(n_last=3, n_rounds=1, block_length=32)
-    args |= dict(corruption="draft", context="corrupted")
+    args |= dict(corruption="draft", context="corrupted", marker_rate=3000.0)
     found = (
         "seq_len 32 (2048), max_iters 300 (12500), batch_size 64 (8), learning_rate 0.0003 (1e-05), "
         "marker_rate 3000.0 (1.0), checkpointing False (True), dtype fp32 (bf16)"

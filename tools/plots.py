@@ -2,7 +2,7 @@
 (assets/step.svg is written by hand.) Each SVG is white or dark as the reader's system is.
 
     python -m tools.plots                    # all figures, each to its place
-    python -m tools.plots toys               # one of them
+    python -m tools.plots text               # one of them
     python -m tools.plots log out/names      # the loss of a run, to out/names/loss.svg
 """
 
@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from lib.util import Parser, checked_entry, command, fail, printable, read_lines, replace_file
-from tools.tables import TABLES
 
 # a notebook's backend is not there outside of it
 os.environ["MPLBACKEND"] = "svg"
@@ -67,40 +66,6 @@ def svg(figure) -> str:
     return buffer.getvalue().replace("</metadata>", style + "\n}</style>", 1)
 
 
-# --- toys
-# rows of the theorem page's table of KL. A ring, so that what lies on the same point is seen inside of it
-ON_TOYS = {
-    "Stage A, all at once": dict(color=ORANGE, marker="o", markerfacecolor="none", markersize=9),
-    "paper, all at once": dict(color=PURPLE, marker="x"),
-    "mask-only base, from the left": dict(color=GREEN, marker="s"),
-    "causal": dict(color=BLUE, marker="D"),
-}
-
-
-def draw_toys():
-    """What the draws of a decoder lose on each toy, against the toy's total correlation."""
-    titles, *rows = TABLES["KL"]()
-    toys = [title.strip("`") for title in titles[1:]]
-    figures = {name: list(map(float, cells)) for name, *cells in rows}
-    tc = figures["TC"]
-    figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
-
-    # draws of each token by itself cannot be below this line
-    ax.plot([0, max(tc)], [0, max(tc)], color=INK, linestyle=":", label="TC, the least for a product")
-    for name, drawn in ON_TOYS.items():
-        ax.plot(tc, figures[name], linestyle="none", label=name, **drawn)
-
-    # the TC of permutation and sum is nearly that of modes and of gaussian, so their names stand below the line
-    for x, toy in zip(tc, toys, strict=True):
-        below = toy in ("permutation", "sum")
-        ax.annotate(toy, (x, x), xytext=(6, -14) if below else (-6, 6), textcoords="offset points",
-                    ha="left" if below else "right", color=INK, fontsize=9)  # fmt: skip
-    ax.set(xlabel="total correlation (nats)", xlim=(0, 6), ylim=(-0.3, 8.6))
-    ax.set_title("KL(truth || drawn), nats", loc="left")
-    ax.legend(frameon=False, labelcolor="linecolor", loc="upper left")
-    return figure
-
-
 # --- text
 # system and row of draws.jsonl -> those of bits.jsonl, the colour, and how many points above the dot the name stands
 ON_TEXT = {
@@ -140,7 +105,6 @@ def draw_text():
 
 # name -> its place, and the function that draws it
 PICTURES = {
-    "toys": ("results/theorem/toys.svg", draw_toys),
     "text": ("results/text/text.svg", draw_text),
 }
 

@@ -46,13 +46,11 @@ def of_records(name: str, columns: dict[str, tuple[str, int]], seeds: str = "") 
 # a row of the toys' tables -> the run in their logs, the decoder, and the tables that show it
 TOYS = {
     "Stage A, all at once": ("base", "all at once", "KL"),
-    "paper, all at once": ("base", "Stage B, all at once", "KL likeliest"),
+    "paper, all at once": ("base", "Stage B, all at once", "KL"),
     "Stage B off, gates": ("base", "Stage B off, gates .7 and 0", "likeliest"),
     "paper, gates": ("base", "Stage B, gates .7 and 0 (paper)", "likeliest"),
-    "certified": ("base", "certified", "likeliest"),
     "causal": ("causal", "Stage B, whole blocks", "KL likeliest"),
     "causal, a beam of 4": ("causal", "Stage B, a beam of 4", "likeliest"),
-    "base, surest first": ("base", "one at a time, surest first", "KL"),
     "base, from the left": ("base", "one at a time, from the left", "KL likeliest"),
     "mask-only base, from the left": ("masks", "one at a time, from the left", "KL likeliest"),
 }
@@ -93,28 +91,39 @@ def of_toys(figure: str) -> Table:
     return table
 
 
-def table_2() -> Table:
-    """The paper's Table 2 on three models of names: what released.ablation has printed of each."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for base in (1, 2, 3):
-        log = (RESULTS / "names" / f"table2-{base}.txt").read_text()
-        for row, exist, forwards in re.findall(r"^(\S.*?)  +(0\.\d+) +(\d+\.\d+) ", log, re.M):
-            found.setdefault(row, []).append((float(exist), float(forwards)))
-    rows = [["row of Table 2", "exist: bases 1, 2, 3", "forwards a name"]]
-    for row, bases in found.items():
-        exist, forwards = zip(*bases, strict=True)
-        rows.append([row, " ".join(f"{x:.3f}" for x in exist), f"{mean(forwards):.2f}"])
+# a column of the controls' table -> the row of its record
+CONTROLS = {
+    "Stage B": "Stage B, ungated edits (default)",
+    "every mask marked": "every mask marked",
+    "other masks marked": "only other masks marked",
+    "where one is filled": "Stage B where one mask is filled",
+    "where several are": "Stage B where several are",
+}
+
+
+def controls() -> Table:
+    """At the paper's gate, a row for each training: right answers with Stage B off and on, and by each control gained /
+    lost."""
+    found: dict[str, dict[str, dict]] = {}
+    for line in (RESULTS / "names" / "controls.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["gate"] == 0.7 and record["system"] != "base":
+            found.setdefault(f"{record['system']}, seed {record['seed']}", {})[record["row"]] = record
+    rows = [["trained with", "off", "on", "p", *CONTROLS]]
+    for title, of in found.items():
+        on = of[CONTROLS["Stage B"]]
+        shares = [f"{r['right'] / r['n']:.3f}" for r in (of["off"], on)]
+        counts = [f"{of[row]['gained']} / {of[row]['lost']}" for row in CONTROLS.values()]
+        rows.append([title, *shares, f"{on['p']:.1g}", *counts])
     return rows
 
 
-TIMES = {"forwards a byte": ("forwards", 2), "ms a byte: 1 text": ("ms_1", 1), "16 texts": ("ms_16", 1)}
 TABLES: dict[str, Callable[[], Table]] = {
     "bits": lambda: of_records("text/bits.jsonl", {"bits a byte": ("bits", 3)}, "bits"),
-    "draws": lambda: of_records("text/draws.jsonl", TIMES),
     "names": lambda: of_records(
         "names/names.jsonl", {"exist": ("exist", 3), "forwards a name": ("forwards", 1)}, "exist"
     ),
-    "Table 2": table_2,
+    "controls": controls,
     "KL": lambda: of_toys("KL"),
     "likeliest": lambda: of_toys("likeliest"),
 }
