@@ -38,7 +38,7 @@ def of_records(name: str, columns: dict[str, tuple[str, int]], seeds: str = "") 
             values = [r[key] for r in of_row if key in r]
             cells.append(f"{mean(values):.{digits}f}" if values else "")
             if key == seeds:
-                cells.append(" ".join(f"{value:.{digits}f}" for value in values))
+                cells.append(" ".join(f"{value:.{digits}f}" for value in values if len(values) > 1))
         rows.append(cells)
     return rows
 
@@ -55,11 +55,11 @@ TOYS = {
     "mask-only base, from the left": ("masks", "one at a time, from the left", "KL likeliest"),
 }
 # what evaluate.py prints of a decoder, counted from the right; some have no KL
-FIGURES = {"KL": 0, "likeliest": -3, "forwards": -2}
+FIGURES = {"KL": 0, "likeliest": -3}
 
 
 def of_toys(figure: str) -> Table:
-    """A row for each decoder, with a figure of each toy, the mean over seeds; and the mean over toys of forwards."""
+    """A row for each decoder, with a figure of each toy, the mean over seeds."""
     logs = "".join((RESULTS / "theorem" / f"{name}.txt").read_text() for name in ("toys", "masks"))
     found: dict[str, str] = {}
     for part in re.split(r"^== ", logs, flags=re.M)[1:]:
@@ -69,16 +69,12 @@ def of_toys(figure: str) -> Table:
     table = [["", *(f"`{toy}`" for toy in found)]]
     if figure == "KL":
         table.append(["TC", *(re.search(r"TC = ([\d.]+)", log)[1] for log in found.values())])
-    else:
-        table[0].append("forwards")
     for title, (run, decoder, tables) in TOYS.items():
         if figure not in tables.split():
             continue
         line = re.compile(rf"^-- {run}$.*?^{re.escape(decoder)}  +([^\n]*)$", re.M | re.S)
         cells = [[figures.split() for figures in line.findall(log)] for log in found.values()]
         row = [f"{mean(float(seed[FIGURES[figure]]) for seed in seeds):.3f}" for seeds in cells]
-        if figure != "KL":
-            row.append(f"{mean(float(seed[FIGURES['forwards']]) for seeds in cells for seed in seeds):.2f}")
         table.append([title, *row])
 
     # the strongest opponents with the same beam
@@ -87,7 +83,7 @@ def of_toys(figure: str) -> Table:
     for system in dict.fromkeys(record["system"] for record in beams) if figure == "likeliest" else ():
         alike = [record for record in beams if (record["system"], record["row"]) == (system, row)]
         of_toy = [[r["likeliest"] for r in alike if r["toy"] == toy] for toy in found]
-        table.append([f"{system}, a beam of 4", *(f"{mean(values):.3f}" for values in of_toy), ""])
+        table.append([f"{system}, a beam of 4", *(f"{mean(values):.3f}" for values in of_toy)])
     return table
 
 
