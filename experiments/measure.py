@@ -82,7 +82,6 @@ def draws(args: Namespace) -> Iterator[dict]:
     rules = {"all at once": replace(DRAWN, n_rounds=model.cfg.n_rounds if model.trained_b else 0)}
     if not model.trained_b:
         rules["one at a time"] = replace(DRAWN, tau_m2t=1.0, n_rounds=0)
-        rules["certified, greedy"] = replace(DRAWN, select="certified", temperature=0.0, n_rounds=0)
 
     for row, d in rules.items():
         found = {}
