@@ -92,9 +92,7 @@ def draws(args: Namespace) -> Iterator[dict]:
             found[f"ms_{n}"] = 1e3 * (time.perf_counter() - began) / n_bytes
         found["forwards"] = forwards(model, outputs) / n_bytes
 
-        # in blocks of one our loop fills a mask by one forward and reads it by another; a left-to-right loop needs one
-        needed = 0.5 if model.cfg.block_length == 1 else 1.0
-        yield dict(row=row) | {key: needed * value for key, value in found.items()}
+        yield dict(row=row) | found
 
 
 def names(args: Namespace) -> Iterator[dict]:
@@ -113,9 +111,7 @@ def names(args: Namespace) -> Iterator[dict]:
 
     for name, (model, d) in rows.items():
         found = complete(model, tokenizer, prompts, replace(d, gen_length=NAME_LENGTH))
-        # a left-to-right loop needs m forwards for m tokens, ours takes 2 m - 1
-        cost = (found["forwards"] + 1) / 2 if model.cfg.block_length == 1 else found["forwards"]
-        yield counted(name, found["written"], cost, known)
+        yield counted(name, found["written"], found["forwards"], known)
     if not model.trained_b:
         found = [beam_by_token(model, prompt, 4) for prompt in prompts.values()]
         written = [tokenizer.decode(text) for text, _ in found]
