@@ -8,14 +8,14 @@ set -e; device=${2:-cuda}  # after --device
 out=$(mktemp -d); trap 'rm -rf "$out"' EXIT
 row() { printf '|%s|%s|\n' "$1" "$2" >>"$out/table"; }
 
-# measured WHAT SCRIPT FLAGS: run a script; its seconds and its peak of memory go into the table if WHAT is not empty
+# measured WHAT SCRIPT FLAGS: run a script; its seconds, the processor's, and its peak of memory go into the table if WHAT is there
 measured() {
   python -c 'if True:
     import resource, runpy, sys, time, torch
     began, sys.argv = time.perf_counter(), sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 1024 * resource.getrusage(0).ru_maxrss
-    print(f"{time.perf_counter() - began:.1f} s, {peak / 1e9:.2f} GB")' "${@:2}" >"$out/said" || exit 1
+    print(f"{time.perf_counter() - began:.1f} s, processor {time.process_time():.1f} s, {peak / 1e9:.2f} GB")' "${@:2}" >"$out/said" || exit 1
   [ -z "$1" ] || row "$1" "$(grep -o '[0-9.]* ms a token, ' "$out/said")$(tail -n 1 "$out/said")"
 }
 
