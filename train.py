@@ -54,7 +54,6 @@ from lib.run import (
     check_finite,
     check_hash,
     cosine,
-    has_validation,
     interruptible,
     means,
     report,
@@ -167,7 +166,8 @@ def loop(
             stop = agreed(bool(caught))
             due = is_due(it + 1, args)
             if due or stop:
-                check_finite(weights_norm(model), "weights' norm", it, saved, args)
+                norm = float(sum(p.detach().norm() for p in model.learned().values()))
+                check_finite({"norm": norm}, "weights' norm", it, saved, args)
                 saved = it + 1
                 if writes:
                     save(model, optimizer, saved, args)
@@ -221,7 +221,7 @@ def update(
 def begin(model: Model, corpus: Corpus, optimizer: torch.optim.Optimizer, args: Namespace, log: Path | None) -> int:
     """Go on where the run was saved, and write what a run begins with -> how many steps it has taken."""
     folder = Path(args.out_dir)
-    done = checkpoint.restore_state(model, optimizer, folder, args.run_id) if args.resume else 0
+    done = checkpoint.restore_state(model, optimizer, folder) if args.resume else 0
     if done > args.max_iters:
         fail(f"--max_iters {args.max_iters}: this run has taken {done} steps already")
     if not args.resume and type(model) is not Model:
@@ -255,9 +255,8 @@ def validate(
     if not all(map(math.isfinite, found.values())):
         fail(f"the validation after step {it} is not finite: lower --learning_rate in a new --out_dir")
     record = {"step": it, "val": True} | found
+    report(record, log)
     if log:
-        if not has_validation(log, it):
-            report(record, log)
         show(record, f"validation after step {it}" if it else "validation before the first step", explained=it == 0)
     return record
 
@@ -294,10 +293,6 @@ def tell_what_does_not_learn(model: Model) -> None:
         print(f"no gradient in the second step, or one of zero: {', '.join(idle)}")
 
 
-def weights_norm(model: Model) -> dict[str, float]:
-    return {"norm": float(sum(p.detach().norm() for p in model.learned().values()))}
-
-
 # --- what learns
 def start(args: Namespace, corpus: Corpus) -> Model:
     """The model that learns: a new one, a checkpoint with an adapter or, with --lora_r 0, a whole checkpoint."""
@@ -332,8 +327,7 @@ def save(model: Model, optimizer: torch.optim.Optimizer, steps: int, args: Names
     folder = Path(args.out_dir)
     flush(folder / "log.jsonl")  # the state must not be ahead of the log
     state = checkpoint.training_state(model, optimizer)
-    about = {"step": str(steps), "run": args.run_id, "tensors": str(len(state))}
-    checkpoint.save_tensors(folder / "state.safetensors", state, about)
+    checkpoint.save_tensors(folder / "state.safetensors", state, {"step": str(steps)})
     if saves_adapter(args):
         checkpoint.save_adapter(model, folder, Path(args.init_from), args.lora_r)
     else:

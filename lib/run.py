@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from torch import Tensor
 from tqdm import tqdm
@@ -31,8 +30,7 @@ from lib.util import (
     write_json,
 )
 
-# train.json has these beside the flags: hashes of what the run reads, and the run's own name, which its state has, too
-BESIDE = ("base_hash", "rows_hash", "run_id")
+BESIDE = ("base_hash", "rows_hash")  # train.json has these beside the flags: hashes of what the run reads
 PLACES = ("data", "init_from")  # the settings that are folders to read
 
 
@@ -41,7 +39,7 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
     """The flags of the command line, on top of --config or of the run that is resumed, which may change only `free`."""
     given = parser.parse_args()
     resume = given.init_from == "resume"
-    beside = dict.fromkeys(BESIDE) | {"run_id": uuid4().hex}
+    beside = dict.fromkeys(BESIDE)
     settings = {}
     path = Path(given.out_dir) / "train.json"
     if resume:
@@ -144,11 +142,14 @@ FIGURES = dict(
 
 def report(record: dict, log: Path | None) -> None:
     """Append a record to log.jsonl (None in a process that does not write). Its `step` says how many updates came
-    before it."""
-    if log is not None:
-        check_same_folder(log.parent)
-        with open(log, "a", newline="\n") as file:
-            file.write(json.dumps(record) + "\n")
+    before it. A validation that is there already is not written again: the run was stopped after it, and goes on."""
+    if log is None:
+        return
+    check_same_folder(log.parent)
+    if "val" in record and any("val" in r and r["step"] == record["step"] for r in read_lines(log, {"step": int})):
+        return
+    with open(log, "a", newline="\n") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 def show(record: dict, title: str, explained: bool = False) -> None:
@@ -174,12 +175,6 @@ def rewind_log(path: Path, it: int) -> None:
     # a validation at `it` is that of the weights that were saved
     kept = [json.dumps(r) + "\n" for r in records if r["step"] < it + ("val" in r and it > 0)]
     replace_file(path, lambda temporary: temporary.write_bytes("".join(kept).encode()))
-
-
-def has_validation(log: Path, it: int) -> bool:
-    """Does the log have the validation after `it` steps?"""
-    records = read_lines(log, {"step": int}, "log") if log.exists() else []
-    return any("val" in record and record["step"] == it for record in records)
 
 
 def check_finite(record: dict, what: str, it: int, saved: int, args: Namespace) -> None:

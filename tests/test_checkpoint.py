@@ -226,9 +226,8 @@ def test_an_adapter_on_another_base_or_of_another_kind_is_refused(base, adapter)
     for name, value, more in (("stage_b", "causal", {"n_rounds": 1}), ("n_rounds", 1, {}), ("lora_r", 8, {})):
         write_json(adapter / "adapter.json", about | {name: value} | more)
         assert "adapter.json has" in refusal(adapter) and "and was written with" in refusal(adapter)
-    for change, words in (({"stage_b": "other"}, "of the kind 'other'"), ({"lora_r": 10**9}, "lora_r is 1000000000")):
-        write_json(adapter / "adapter.json", about | change)
-        assert words in refusal(adapter)
+    write_json(adapter / "adapter.json", about | {"stage_b": "other"})
+    assert "of the kind 'other'" in refusal(adapter)
     base.rename(base.parent / "gone")
     write_json(adapter / "adapter.json", about)
     assert f"adapter.json names {base} as its base, and no model is there" in refusal(adapter)

@@ -25,7 +25,7 @@ def test_what_a_config_says_is_what_runs(path, monkeypatch):
     """By the command in its head. Flags win over the config, and the config over defaults."""
     found = []
     monkeypatch.setattr(settings, "settle", lambda args: None)
-    monkeypatch.setattr(train, "run", lambda args, *step: found.append(vars(args) | {"run_id": ""}))
+    monkeypatch.setattr(train, "run", lambda args, *step: found.append(vars(args)))
     monkeypatch.chdir(ROOT)
     script, flags = re.search(rf"python (train|base)\.py (.*configs/{path.name}.*)", path.read_text()).groups()
     for more in ([], ["--seed", "7", "--learning_rate", "0.5"]):
