@@ -34,10 +34,11 @@ import numpy as np
 
 from checkpoint import base_of
 from lib.rows import Meta, refuse_full, write_meta, write_rows
-from lib.tokenizer import Tokenizer, bpe_tokenizer, byte_spec, ids_beside, load_tokenizer
+from lib.tokenizer import Tokenizer, bpe_tokenizer, ids_beside, load_tokenizer
 from lib.util import Parser, alone_in, bounded, command, fail, progress, quoted, read_json, reading, write_json
 
 NAMES = Path(__file__).parent / "data" / "names"
+BYTES = NAMES.parent / "shakespeare"  # its tokenizer.json has a token for each byte
 RECORDS = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".parquet")
 TABLES = (".csv", ".tsv")  # not read: which column is the text?
 
@@ -195,10 +196,10 @@ def prepare_text(sources: list[Path], folder: Path, like: Path | None, max_docs:
     """Read documents, tokenise them, and write them as rows."""
     refuse_full(folder)
     names = sources == [Path("names")]
-    file = like or (NAMES if names else Path("bytes"))
+    file = like or (NAMES if names else BYTES)
     if file.is_dir():
         file = file / "tokenizer.json"
-    spec = read_json(file, "tokenizer") if like or names else byte_spec()
+    spec = read_json(file, "tokenizer")
     tokenizer = bpe_tokenizer(file, spec, *ids_beside(file))
 
     # a run that was killed may have left the same tokenizer there

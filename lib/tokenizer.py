@@ -69,25 +69,6 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     return bpe_tokenizer(path, None, *ids_beside(path)) if path.exists() else None
 
 
-def byte_tokenizer() -> Tokenizer:
-    return bpe_tokenizer(Path("bytes"), byte_spec())
-
-
-def byte_spec() -> dict:
-    """The content of a `tokenizer.json` without merges."""
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    special = [{"id": 256, "content": EOS_TOKEN} | plain, {"id": 257, "content": MASK_TOKEN} | plain]
-    split = {"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    vocab = {character: byte for byte, character in enumerate(byte_alphabet())}
-    return {
-        "added_tokens": special,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": []},
-    }
-
-
 def byte_alphabet() -> list[str]:
     """The character that BPE files write for each byte: its own if it is printable, else one from U+0100 on."""
     alphabet = []

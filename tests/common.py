@@ -12,9 +12,9 @@ from checkpoint import load_model, new_model, save_adapter, save_model
 from config import PRESETS, Config
 from decoding import Decoding, Output, Row, Step
 from lib.rows import Meta, write_meta
-from lib.tokenizer import byte_spec
-from lib.util import generator, write_json
+from lib.util import generator, read_json, write_json
 from model import Model
+from prepare import BYTES
 from sample import generate, generate_one
 from toy import Toy
 
@@ -43,6 +43,11 @@ def byte_model(seed: int = 0, **overrides) -> Model:
     """A tiny model that reads and writes bytes."""
     sizes = dict(vocab_size=272, eos_id=256, mask_id=257, max_len=128)
     return tiny_model(seed, **sizes | overrides)
+
+
+def byte_spec() -> dict:
+    """The content of a tokenizer.json that reads bytes."""
+    return read_json(BYTES / "tokenizer.json", "tokenizer")
 
 
 def names_folder(folder: Path, spec: dict | None = None, **overrides) -> Path:

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import command_line
+from common import byte_spec, command_line
 from safetensors.torch import load_file
 
 import toy
 import train
 from lib.rows import Meta, write_meta, write_rows
-from lib.tokenizer import byte_spec
 from lib.util import write_json
 
 

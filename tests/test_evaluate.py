@@ -22,9 +22,10 @@ from decoding import Decoding, Output
 from evaluate import BASE_ROWS, OFF, ON, answer_log_probs, bits_of_rows, chain_table, one_step_table
 from lib.names import draw_names, exists
 from lib.rows import copy_tokens, read_corpus
-from lib.tokenizer import byte_tokenizer, load_tokenizer
+from lib.tokenizer import load_tokenizer
 from lib.util import write_json
 from model import Model
+from prepare import BYTES
 from toy import Toy
 
 # the toy is as small as possible, and after so many steps the error of its marginals is well below the 2 % asked for
@@ -130,14 +131,14 @@ def test_shares_and_forwards_by_hand(monkeypatch):
     monkeypatch.setattr(evaluate, "generate", lambda *given, **how: asked.append(how) or outputs)
     prompts = {letter(x): [] for x in "ABCDEF"}
     model = SimpleNamespace(partial_cost=1 / 4, cfg=SimpleNamespace(mask_id=257))
-    found = evaluate.complete(model, byte_tokenizer(), prompts, Decoding(), step="mine")
+    found = evaluate.complete(model, load_tokenizer(BYTES), prompts, Decoding(), step="mine")
     assert found["exist"] == approx(4 / 6)
     assert (found["forwards"], found["full"], found["per_token"]) == (3.125, 2, 3.125)
     assert found["written"] == [letter(x) for x in "AAAD??"] and asked == [dict(step="mine")]
 
 
 def test_prompts_are_the_first_third_of_held_out_names():
-    tokenizer = byte_tokenizer()
+    tokenizer = load_tokenizer(BYTES)
     prompts = draw_names(40, "held out", tokenizer)
     assert len(prompts) == 40 and all(exists(name) for name in prompts)
     assert prompts.keys().isdisjoint(draw_names(10**6, "trained", tokenizer))

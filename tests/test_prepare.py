@@ -6,14 +6,14 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from common import ROOT, caller, merged_spec
+from common import ROOT, byte_spec, caller, merged_spec
 
 import prepare
 from lib.names import exists
 from lib.rows import Meta, read_corpus, read_meta
-from lib.tokenizer import byte_spec, byte_tokenizer
+from lib.tokenizer import load_tokenizer
 from lib.util import Mistake, write_json
-from prepare import NAMES, load_text, tokenize
+from prepare import BYTES, NAMES, load_text, tokenize
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_what_cannot_be_read_is_refused(tmp_path):
 # --- the split
 def test_documents_are_closed_by_eos_and_split_by_their_text():
     """Whatever its name is, and whatever else there is: of so many x the hash of two begins with a multiple of 20."""
-    split = tokenize([(f"{n}.py", "x" * n) for n in range(1, 121)], byte_tokenizer())
+    split = tokenize([(f"{n}.py", "x" * n) for n in range(1, 121)], load_tokenizer(BYTES))
     assert [ids.tolist() for ids in split["val"]] == [[120] * n + [256] for n in (114, 119)]
     assert [len(ids) for ids in split["train"]] == [n + 1 for n in range(1, 121) if n not in (114, 119)]
 
@@ -165,7 +165,7 @@ def test_documents_are_closed_by_eos_and_split_by_their_text():
     ([11287, 114], [10833], [455, 115]),  # and less of 11,401
 ])  # fmt: skip
 def test_texts_are_cut_if_one_side_would_have_too_little(lengths, train, val):
-    split = tokenize([("a", "x" * n) for n in lengths], byte_tokenizer())
+    split = tokenize([("a", "x" * n) for n in lengths], load_tokenizer(BYTES))
     assert [len(ids) for ids in split["train"]] == train and [len(ids) for ids in split["val"]] == val
 
 

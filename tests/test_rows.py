@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import ROOT
+from common import ROOT, byte_spec
 from safetensors.torch import load_file, save_file
 
 from lib.rows import Corpus, Meta, Rows, get_batch, read_corpus, read_meta, rows_hash, write_meta, write_rows
-from lib.tokenizer import byte_spec
 from lib.util import Mistake, write_json
 
 NAMES = ROOT / "data" / "names"

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from common import GOLDEN, merged_spec
 
-from lib.tokenizer import GPT2, MASK_TOKEN, QWEN, RELEASED, WORDS, Tokenizer, bpe_tokenizer, byte_tokenizer
+from lib.tokenizer import GPT2, MASK_TOKEN, QWEN, RELEASED, WORDS, Tokenizer, bpe_tokenizer, load_tokenizer
 from lib.util import Mistake
+from prepare import BYTES
 
 # a byte-level BPE that the `tokenizers` library (0.23.3) trained on lib/*.py and saved; and 60 random texts, each with
 # the ids that the library gives it with special tokens, and with their names as text
@@ -22,7 +23,7 @@ TEXT = "naïve café, 日本\n"
 
 
 def test_bytes_round_trip_and_specials():
-    t = byte_tokenizer()
+    t = load_tokenizer(BYTES)
     assert t.encode(TEXT) == list(TEXT.encode()) and t.decode(t.encode(TEXT)) == TEXT
     assert (t.eos_id, t.mask_id, t.vocab_size) == (256, 257, 258)
     assert t.encode("a<|endoftext|>") == [97, 256]  # typed by a user it is the token ...
