@@ -16,7 +16,7 @@ from torch import Tensor
 from config import Config
 from lib import names
 from lib.tokenizer import Tokenizer
-from lib.util import MASK, Parser, bounded, fail, generator, or_none, reading
+from lib.util import MASK, Parser, bounded, fail, generator, or_word, reading
 from model import Model
 
 # R rows that are being decoded, B block_length, V vocabulary, K = n_rounds
@@ -74,9 +74,6 @@ SETTINGS = {
     "left": Decoding(holes=True, tau_t2t=None, tau_m2t=1.0, n_rounds=0, select="left"),  # one at a time, from the left
 }
 RELEASED = SETTINGS["llada"]
-
-
-UNREAD = ("beam",)  # what the paper's step does not read
 
 
 def settings_of(model: Model) -> Decoding:
@@ -229,26 +226,21 @@ def up_to_eos(tokens: list[int], eos_id: int) -> list[int]:
 
 
 # --- flags
-def gate(text: str) -> float:
-    """The type of a flag: a probability, or "all"."""
-    return ALL if text == "all" else bounded(float, 0, 1)(text)
-
-
 def add_decoding(parser: Parser, rules: Iterable[str]) -> None:
     """The flags that change fields of the checkpoint's Decoding. rules: the names for --select."""
     some = bounded(int, 0, 10**9)
     share = bounded(float, 0, 1)
     add = parser.add_argument_group(
         "decoding (default: the settings of the checkpoint's Stage B, PAPER or CAUSAL in decoding.py; with Stage B "
-        "off, or without one, those of its base in SETTINGS)"
-    ).add_argument
+        "off, or without one, those of its base in SETTINGS)", argument_default=argparse.SUPPRESS,
+    ).add_argument  # fmt: skip
     # fmt: off
     add("--n_rounds", type=some, help="K, the rounds of Stage B; 0: Stage B off")
-    add("--tau_m2t", type=gate,
+    add("--tau_m2t", type=or_word("all", ALL, share),
         help='the bundle: the masks whose probability is above this; "all": all masks of a block at once (PAPER 0.7). '
              "With --select left, and for causal Stage B, the longest run from the left whose product is above this "
              "(CAUSAL all)")
-    add("--tau_t2t", type=or_none(share), default=argparse.SUPPRESS,
+    add("--tau_t2t", type=or_word("none", None, share),
         help='edit a visible token if the likeliest one is another, with a probability above this; 0: any other; '
              '"none": never (PAPER 0, but none with a temperature; LLaDA2.1 0.5; causal Stage B edits nothing)')
     add("--select", choices=rules, help="the rule for the bundle of the paper's step (PAPER confidence)")
@@ -261,18 +253,10 @@ def add_decoding(parser: Parser, rules: Iterable[str]) -> None:
     # fmt: on
 
 
-def unread_by(model: Model) -> tuple[str, ...]:
-    """The flags that the step of a model's Stage B does not read."""
-    return getattr(model, "unread", UNREAD)
-
-
 def asked_for(args: Namespace) -> dict[str, float | str | None]:
     """The fields of a Decoding that were given as flags."""
     flags = ("n_rounds", "tau_m2t", "tau_t2t", "select", "beam", "temperature", "top_k", "top_p")
-    asked = {name: getattr(args, name) for name in flags if getattr(args, name, None) is not None}
-    if hasattr(args, "tau_t2t"):
-        asked["tau_t2t"] = args.tau_t2t  # it may be None
-    return asked
+    return {name: getattr(args, name) for name in flags if hasattr(args, name)}
 
 
 def decoding_of(args: Namespace, model: Model) -> Decoding:
@@ -283,7 +267,7 @@ def decoding_of(args: Namespace, model: Model) -> Decoding:
     if model.cfg.n_rounds < K:
         fail(f"--n_rounds {K}: this checkpoint has markers for 0..{model.cfg.n_rounds} rounds")
     own = settings_of(model) if K > 0 else SETTINGS[model.cfg.decoder]
-    for name in unread_by(model) if K > 0 else UNREAD:
+    for name in model.unread if K > 0 else Model.unread:
         if name in asked:
             kind = f"{model.cfg.stage_b} Stage B" if K > 0 else "Stage A"
             fail(f"--{name} does nothing here: {kind} does not read it, {READ_BY[name]} does")

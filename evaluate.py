@@ -27,11 +27,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import decoding
 import toy
 from cache import Engine
 from checkpoint import base_of, check_same_tokens, judge_of, load_model, read_config
-from decoding import ALL, PAPER, RELEASED, SETTINGS, Decoding, Output, add_decoding, asked_for, decoding_of, in_full
+from decoding import ALL, PAPER, SETTINGS, Decoding, Output, add_decoding, asked_for, decoding_of, in_full, settings_of
 from lib.names import draw_names, exists
 from lib.rows import Batch, Corpus, get_batch, read_corpus
 from lib.run import setting_of_run
@@ -39,7 +38,6 @@ from lib.tokenizer import Tokenizer, load_tokenizer
 from lib.util import Parser, bounded, checked_entry, command, fail, pick_device, print_table, progress, quoted
 from model import Model
 from sample import SELECT, generate
-from toy import Toy
 
 # R rows, T positions, N contexts, S support tuples, m answer positions, V symbols, B block_length
 
@@ -53,8 +51,8 @@ AT_ONCE = replace(LEFT, select="confidence", tau_m2t=ALL)
 BASE_ROWS = {
     "one at a time, from the left": LEFT,
     "one at a time, surest first": SETTINGS["a2d"],
-    "certified": replace(RELEASED, tau_t2t=None, select="certified"),
-    "gates .7 and .5 (released)": RELEASED,
+    "certified": replace(SETTINGS["llada"], tau_t2t=None, select="certified"),
+    "gates .7 and .5 (released)": SETTINGS["llada"],
     "all at once": AT_ONCE,
 }
 OFF = "Stage B off, gates .7 and 0"
@@ -63,10 +61,10 @@ ON = "Stage B, gates .7 and 0 (paper)"
 
 def rows_of(model: Model) -> dict[str, Decoding]:
     """How a model with a trained Stage B decodes: the paper's rows, or another Stage B's own settings."""
-    own = replace(decoding.settings_of(model), n_rounds=model.cfg.n_rounds)
-    if decoding.settings_of(model) is not PAPER:
+    own = replace(settings_of(model), n_rounds=model.cfg.n_rounds)
+    if settings_of(model) is not PAPER:
         rows = {"Stage B, all at once": own}
-        return rows | ({} if "beam" in decoding.unread_by(model) else {"Stage B, a beam of 4": replace(own, beam=4)})
+        return rows | ({} if "beam" in model.unread else {"Stage B, a beam of 4": replace(own, beam=4)})
     return {
         OFF: replace(own, n_rounds=0),
         ON: own,
@@ -81,7 +79,7 @@ def forwards(model: Model, outputs: list[Output]) -> float:
 
 
 # --- toys
-def task_of(folder: Path) -> Toy | None:
+def task_of(folder: Path) -> toy.Toy | None:
     """The toy that a checkpoint was trained on; None if it was trained on other rows."""
     about = judge_of(folder)
     if "toy" not in about:
@@ -95,7 +93,7 @@ def task_of(folder: Path) -> Toy | None:
 
 
 @torch.no_grad()
-def answer_log_probs(model: Model, task: Toy, c: Tensor, z: Tensor, x: Tensor | None = None) -> Tensor:
+def answer_log_probs(model: Model, task: toy.Toy, c: Tensor, z: Tensor, x: Tensor | None = None) -> Tensor:
     """log q(x_i | z) (R, m, V) float64 of answers z (R, m) int64, -1 where masked, in contexts c (R,): by Stage A or,
     if the answers x (R, m) are given, by Stage B with every masked position in the bundle."""
     # each distinct row once
@@ -116,7 +114,7 @@ def answer_log_probs(model: Model, task: Toy, c: Tensor, z: Tensor, x: Tensor | 
     return torch.cat(logits).log_softmax(-1)[back, :, : task.V]
 
 
-def one_step_table(model: Model, task: Toy, stage_b: bool) -> Tensor:
+def one_step_table(model: Model, task: toy.Toy, stage_b: bool) -> Tensor:
     """q over the support when Stage A or Stage B draws all positions in one step: (N, S) float64. Of a Stage B that is
     told the right tokens on the left this is the chain rule."""
     N, S, m = task.support.shape
@@ -127,7 +125,7 @@ def one_step_table(model: Model, task: Toy, stage_b: bool) -> Tensor:
     return log_q.exp().view(N, S) * (task.prob > 0)
 
 
-def chain_table(model: Model, task: Toy, from_the_left: bool) -> Tensor:
+def chain_table(model: Model, task: toy.Toy, from_the_left: bool) -> Tensor:
     """q over the support when tokens are drawn one at a time: (N, S) float64. The next position is the leftmost one, or
     the one whose likeliest token is surest, after what has been written."""
     N, S, m = task.support.shape
@@ -149,7 +147,7 @@ def chain_table(model: Model, task: Toy, from_the_left: bool) -> Tensor:
     return log_q.exp().view(N, S) * (task.prob > 0)
 
 
-def quality(model: Model, task: Toy, d: Decoding) -> tuple[float, float, float, float]:
+def quality(model: Model, task: toy.Toy, d: Decoding) -> tuple[float, float, float, float]:
     """Decode every context once, greedily, by the decoder that users run -> the shares of possible and of likeliest
     answers, all forwards of an answer, counted in full ones, and its passes of Stage B."""
     c = torch.arange(task.n_ctx)
@@ -164,7 +162,7 @@ def quality(model: Model, task: Toy, d: Decoding) -> tuple[float, float, float, 
     return float(possible), float(likeliest), forwards(model, outputs) / task.n_ctx, partial / model.cfg.n_rounds
 
 
-def evaluate_toy(model: Model, task: Toy) -> None:
+def evaluate_toy(model: Model, task: toy.Toy) -> None:
     """First print TC, which is the least that one step of independent draws can lose, then a row for each decoder."""
     decoders = BASE_ROWS | rows_of(model)
     del decoders["gates .7 and .5 (released)"]
@@ -227,8 +225,6 @@ def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
     written = {}
     for folder, name, d in progress(rows, "evaluate"):
         tokenizer = load_tokenizer(base_of(folder))
-        if tokenizer is None:
-            fail(f"{folder} has no tokenizer.json to read names with")
         prompts = draw_names(args.prompts, "held out", tokenizer)
         found = complete(models[folder], tokenizer, prompts, replace(d, gen_length=NAME_LENGTH))
         figures = [f"{found['exist']:.3f}", f"{found['forwards']:.2f}", f"{found['per_token']:.3f}"]
@@ -333,8 +329,6 @@ def ways_of(folder: Path, model: Model, asked: bool) -> dict[str, tuple[str, Dec
 def evaluate_bits(models: dict[Path, Model], args: Namespace) -> None:
     """Print what held-out blocks cost in bits, and ms, a row for each way of filling them."""
     data = args.data or Path(run_of(args.ckpt[0], "data", str))
-    if not (args.data or data.exists()):
-        fail(f"there are no rows at {data}, on which this checkpoint was trained: give --data")
     for folder in models:
         check_same_tokens(data, base_of(folder))
     tokenizer = load_tokenizer(base_of(args.ckpt[0]))
@@ -392,11 +386,6 @@ def run_of(folder: Path, name: str, kind: type) -> str | int:
     fail(f"{folder} does not say which rows it was trained on, nor how long they were: give --data and --seq_len")
 
 
-def refuse_decoding(args: Namespace, what: str) -> None:
-    for name in asked_for(args):
-        fail(f"--{name} does nothing here: {what} have rows of their own; names are completed by it")
-
-
 @command
 def main() -> None:
     parser = Parser(__doc__)
@@ -416,21 +405,19 @@ def main() -> None:
     add_decoding(parser, SELECT)  # for names alone
     args = parser.parse_args()
 
-    judges = [judge_of(folder) for folder in args.ckpt]
-    device = pick_device(args.device)
     folders = dict.fromkeys([*map(base_of, args.ckpt), *args.ckpt])  # bases come first
-    models = {folder: load_model(folder, device, torch.float32) for folder in folders}
-    if not args.bits and all("names" in judge for judge in judges):
+    models = {folder: load_model(folder, pick_device(args.device), torch.float32) for folder in folders}
+    if not args.bits and all("names" in judge_of(folder) for folder in args.ckpt):
         evaluate_names(models, args)
-    elif not args.bits and len(args.ckpt) == 1 and "toy" in judges[0]:
-        refuse_decoding(args, "toys")
-        folder = args.ckpt[0]
-        task = task_of(folder)
-        evaluate_toy(models[folder], task)
+        return
+    for name in asked_for(args):
+        fail(f"--{name} does nothing here: toys and bits have rows of their own; names are completed by it")
+    task = task_of(args.ckpt[0]) if len(args.ckpt) == 1 and not args.bits else None
+    if task:
+        evaluate_toy(models[args.ckpt[0]], task)
         ids = ",".join(map(str, task.prompt(torch.tensor([0]))[0].tolist()))
-        print(f"next: python sample.py --ckpt {quoted(folder)} --prompt_ids {ids} --gen_length {task.m}")
+        print(f"next: python sample.py --ckpt {quoted(args.ckpt[0])} --prompt_ids {ids} --gen_length {task.m}")
     else:
-        refuse_decoding(args, "bits")
         evaluate_bits(models, args)
 
 

@@ -91,7 +91,7 @@ def read_arguments(parser: Parser) -> Namespace:
 def settle(args: Namespace) -> None:
     """Take the sizes that were left out from the checkpoint or the rows, and refuse settings that do not fit."""
     refuse_used(args)
-    fixed = getattr(STAGE_B[args.stage_b], "fixed", {})
+    fixed = STAGE_B[args.stage_b].fixed
     usual = dict(corruption="draft", context="corrupted", marker_rate=MARKER_RATE if saves_adapter(args) else 1.0)
     for name, papers in (usual | fixed).items():
         if getattr(args, name) is None:

@@ -167,11 +167,11 @@ def bounded(kind: type, low: float, high: float = math.inf) -> Callable[[str], f
     return parse
 
 
-def or_none(parse: Callable[[str], float]) -> Callable[[str], float | None]:
-    """The type of a flag that may also be the word "none"."""
+def or_word(word: str, meaning: float | None, parse: Callable[[str], float]) -> Callable[[str], float | None]:
+    """The type of a flag that may also be this word."""
 
     def number(text: str) -> float | None:
-        return None if text.lower() == "none" else parse(text)
+        return meaning if text.lower() == word else parse(text)
 
     return number
 
@@ -184,11 +184,7 @@ OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u206
 
 def printable(text: object) -> str:
     """Text without commands for a terminal: "a\x1b[2J" -> "a<U+001B>[2J". Line ends and tabs stay."""
-    return OBEYED.sub(lambda found: code_point(found[0]), str(text))
-
-
-def code_point(character: str) -> str:
-    return f"<U+{ord(character):04X}>"
+    return OBEYED.sub(lambda found: f"<U+{ord(found[0]):04X}>", str(text))
 
 
 def quoted(path: Path | str) -> str:

@@ -14,7 +14,7 @@ import unicodedata
 
 from decoding import Row, Step
 from lib.tokenizer import Tokenizer
-from lib.util import MASK, code_point
+from lib.util import MASK
 
 # R rows, B positions of a block
 
@@ -44,9 +44,7 @@ def visible(character: str) -> str:
 
     # surrogateescape has decoded bytes that are not UTF-8 to U+DC80..U+DCFF
     code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:
-        return f"<{code - 0xDC00:02X}>"
-    return code_point(character)
+    return f"<{code - 0xDC00:02X}>" if 0xDC80 <= code <= 0xDCFF else f"<U+{code:04X}>"
 
 
 def width(text: str) -> int:
