@@ -163,8 +163,7 @@ class Plan:
 
 def plan(cfg: Config, family: Family = LLADA) -> list[list[Plan]]:
     """All our tensors in shards: the embedding; each layer; the final norm and the output layer."""
-    with torch.device("meta"):
-        ours = stored(Model(cfg))
+    ours = stored(Model(cfg))  # which takes no memory
     ours.pop("markers")  # a released checkpoint has none
 
     # a projection for queries, keys or values has a row for each dim of its heads; other parts are equal

@@ -291,13 +291,6 @@ def make(name: str, **given: int | float) -> Toy:
     return Toy(name, V, support.contiguous(), prob.repeat(len(support), 1))
 
 
-def draw_rows(toy: Toy, R: int, rng: torch.Generator) -> Tensor:
-    """(R, 2m) int64: a block that is full of the context's token, then a block with an answer."""
-    c = torch.randint(toy.n_ctx, (R,), generator=rng)
-    u = torch.rand(R, dtype=torch.float64, generator=rng)  # each answer's place in its context
-    return torch.cat([toy.prompt(c), toy.quantile(c, u)], dim=1)
-
-
 def write_toy(folder: Path, name: str, given: dict[str, int | float], rows: int, seed: int) -> None:
     """Write `rows` rows to train on, and 4,096 of validation, which are the same for every seed."""
     refuse_full(folder)
@@ -308,7 +301,11 @@ def write_toy(folder: Path, name: str, given: dict[str, int | float], rows: int,
         fail(f"--rows {rows:,} of {2 * toy.m} tokens do not fit into memory: take at most {MAX_TOKENS // 2 // toy.m:,}")
     vocab_size = math.ceil(toy.vocab_size / 16) * 16
     for split, R, key in (("train", rows, [seed, "rows"]), ("val", 4096, ["validation rows"])):
-        x = draw_rows(toy, R, generator(*key))
+        # (R, 2m) int64: a block that is full of the context's token, then a block with an answer
+        rng = generator(*key)
+        c = torch.randint(toy.n_ctx, (R,), generator=rng)
+        u = torch.rand(R, dtype=torch.float64, generator=rng)  # each answer's place in its context
+        x = torch.cat([toy.prompt(c), toy.quantile(c, u)], dim=1)
         write_rows(folder, split, list(x.numpy()), [toy.m] * R, vocab_size)
         print(f"{split:5}  {R:,} rows, {x.numel():,} tokens")
 

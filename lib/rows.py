@@ -256,9 +256,6 @@ class Corpus:
     rows: dict[str, Rows]  # "train" and "val"
     meta: Meta
 
-    def __post_init__(self) -> None:
-        self.plain = self.meta.plain()
-
 
 @dataclass
 class Batch:
@@ -286,4 +283,4 @@ def get_batch(corpus: Corpus, split: str, first: int, n: int, seed: int, device:
     key = (seed, "train") if split == "train" else ("val",)
     draws = [generator(*key, i) for i in range(first, first + n)]
     corruptible = real & ~prompt
-    return Batch(clean.to(device), real.to(device), corruptible.to(device), corpus.plain, draws)
+    return Batch(clean.to(device), real.to(device), corruptible.to(device), corpus.meta.plain(), draws)

@@ -93,11 +93,6 @@ def weights_data(tensors: list[Tensor]) -> str:
     return packed(numbers.view(torch.uint8).view(-1, 4).T.contiguous().numpy().tobytes())
 
 
-def names_data() -> str:
-    """The name of every code point, each on its own line, which is empty if it has none."""
-    return packed("\n".join(unicodedata.name(chr(code), "") for code in range(sys.maxunicode + 1)).encode())
-
-
 def tokenizer_data(tokenizer: Tokenizer, vocab_size: int) -> dict:
     """What the page's tokenizer needs. Bytes are written as the characters U+0000 to U+00FF."""
     # \s means other blanks in JavaScript. If several special tokens begin at one place, the longest counts
@@ -147,13 +142,15 @@ def page_data(folders: list[Path]) -> dict:
         if folder in folders and model.trained_b:
             decoders += [decoder | dict(number=number) for decoder in decoders_of(model, True, draws)]
 
+    # the name of every code point, each on its own line, which is empty if it has none
+    names = "\n".join(unicodedata.name(chr(code), "") for code in range(sys.maxunicode + 1))
     held_out = list(draw_names(BEGINNINGS, "held out", tokenizer).values()) if of_names else held_out_texts(base)
     return {
         "models": about_models,
         "weights": weights_data(tensors),
         "decoders": decoders[::-1],  # Stage B comes first
         "tokenizer": tokenizer_data(tokenizer, models[base].cfg.vocab_size),
-        "names": names_data() if of_names else None,
+        "names": packed(names.encode()) if of_names else None,
         "beginnings": held_out,
     }
 
