@@ -31,24 +31,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import decoding
 from cache import Engine
 from checkpoint import DTYPES, base_of, judge_of, load_model
-from decoding import (
-    ALL,
-    PAPER,
-    Decoding,
-    Output,
-    Row,
-    Step,
-    add_decoding,
-    candidates,
-    decoding_of,
-    in_full,
-    read_prompts,
-    reads_pairs,
-    token_ids,
-    up_to_eos,
-)
+from decoding import ALL, PAPER, Decoding, Output, Row, Step, candidates, decoding_of, in_full, reads_pairs, up_to_eos
 from lib import names
 from lib.tokenizer import load_tokenizer
 from lib.util import MASK, Parser, bounded, command, fail, pick_device, printable, smallest_masks, uniform
@@ -268,7 +254,10 @@ def generate(
         # one step on the current block of each row
         z = torch.tensor([row.block for row in rows], device=device)
         given = torch.tensor([row.given for row in rows], device=device)
-        made = step(engine, z, given, random_numbers(rows, d, z), d)
+        u = torch.zeros(len(rows), 2, z.shape[1], device=device)
+        if d.temperature > 0:  # draws, by each row's own generator
+            u = uniform([row.rng for row in rows], 2 * z.shape[1]).view_as(u).to(device)
+        made = step(engine, z, given, u, d)
         if on_step:
             on_step(rows, made)
         if not made.conf.isfinite().all():
@@ -297,14 +286,6 @@ def generate(
     return outputs
 
 
-def random_numbers(rows: list[Row], d: Decoding, z: Tensor) -> Tensor:
-    """(R, 2, B) in [0, 1) for z (R, B), by each row's own generator; zeros if decoding is greedy."""
-    R, B = z.shape
-    if d.temperature == 0:
-        return torch.zeros(R, 2, B, device=z.device)
-    return uniform([row.rng for row in rows], 2 * B).view(R, 2, B).to(z.device)
-
-
 # --- flags
 def build_parser(doc: str = __doc__) -> Parser:
     parser = Parser(doc)
@@ -322,14 +303,14 @@ def build_parser(doc: str = __doc__) -> Parser:
         help=f"text, in which each {MASK} is one token to fill (_ too, in a name); repeat the flag for several rows")
     add("--prompt_file", type=Path, action="append", default=[],
         help="a file that holds such a text; repeat the flag for several rows")
-    add("--prompt_ids", type=token_ids, action="append", default=[],
+    add("--prompt_ids", type=decoding.token_ids, action="append", default=[],
         help="token ids, 1,2,3; repeat for several rows")
     add("--gen_length", type=some, default=256,
         help="tokens after the prompt, unless the text ends before; the last block is decoded whole")
     add("--seed", type=int, default=0, help="of what is drawn: any whole number, of any size")
     add("--watch", action="store_true", help="show every step")
     # fmt: on
-    add_decoding(parser, SELECT)
+    decoding.add_decoding(parser, SELECT)
     return parser
 
 
@@ -369,7 +350,7 @@ def write(args: Namespace, ckpt: Path) -> None:
 
     # what is continued; the names that a model of names writes are judged
     of_names = "names" in judge_of(ckpt)
-    prompts = read_prompts(args, tokenizer, model.cfg, d.gen_length, of_names)
+    prompts = decoding.read_prompts(args, tokenizer, model.cfg, d.gen_length, of_names)
 
     on_step = None
     if args.watch:

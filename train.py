@@ -44,24 +44,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import checkpoint
+import lib.run
 from cache import check_stage_b
 from checkpoint import DTYPES
 from config import PRESETS
 from corrupt import Corruption, M, corrupt, draw_bundle, kinds_apart, sizes, three_term_loss
 from lib.optimizers import OPTIMIZERS
 from lib.rows import Batch, Corpus, copy_tokens, get_batch, read_corpus
-from lib.run import (
-    check_finite,
-    check_hash,
-    cosine,
-    interruptible,
-    means,
-    report,
-    rewind_log,
-    save_settings,
-    show,
-    tell_what_is_next,
-)
+from lib.run import check_finite, check_hash, cosine, interruptible, means, report, show, tell_what_is_next
 from lib.util import alone_in, command, fail, flush, generator, pick_device, progress
 from model import Context, Model
 from settings import build_parser, differences, read_arguments, refuse_used, saves_adapter
@@ -227,8 +217,8 @@ def begin(model: Model, corpus: Corpus, optimizer: torch.optim.Optimizer, args: 
     if not args.resume and type(model) is not Model:
         check_stage_b(model)
     if log:
-        rewind_log(log, done)
-        save_settings(args)
+        lib.run.rewind_log(log, done)
+        lib.run.save_settings(args)
         if not saves_adapter(args):
             # the checkpoint needs the rows' meta.json and tokenizer.json, and the rows may go away later
             copy_tokens(Path(args.data), folder)

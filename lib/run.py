@@ -16,26 +16,15 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from lib.util import (
-    Mistake,
-    Parser,
-    check_same_folder,
-    checked_entry,
-    fail,
-    quoted,
-    read_json,
-    read_lines,
-    reading,
-    replace_file,
-    write_json,
-)
+from lib import util
+from lib.util import Mistake, checked_entry, fail, quoted, read_json, read_lines, reading, write_json
 
 BESIDE = ("base_hash", "rows_hash")  # train.json has these beside the flags: hashes of what the run reads
 PLACES = ("data", "init_from")  # the settings that are folders to read
 
 
 # --- settings
-def run_settings(parser: Parser, free: set[str]) -> Namespace:
+def run_settings(parser: util.Parser, free: set[str]) -> Namespace:
     """The flags of the command line, on top of --config or of the run that is resumed, which may change only `free`."""
     given = parser.parse_args()
     resume = given.init_from == "resume"
@@ -145,7 +134,7 @@ def report(record: dict, log: Path | None) -> None:
     before it. A validation that is there already is not written again: the run was stopped after it, and goes on."""
     if log is None:
         return
-    check_same_folder(log.parent)
+    util.check_same_folder(log.parent)
     if "val" in record and any("val" in r and r["step"] == record["step"] for r in read_lines(log, {"step": int})):
         return
     with open(log, "a", newline="\n") as file:
@@ -174,7 +163,7 @@ def rewind_log(path: Path, it: int) -> None:
     records = read_lines(path, {"step": int}, "log") if path.exists() else []
     # a validation at `it` is that of the weights that were saved
     kept = [json.dumps(r) + "\n" for r in records if r["step"] < it + ("val" in r and it > 0)]
-    replace_file(path, lambda temporary: temporary.write_bytes("".join(kept).encode()))
+    util.replace_file(path, lambda temporary: temporary.write_bytes("".join(kept).encode()))
 
 
 def check_finite(record: dict, what: str, it: int, saved: int, args: Namespace) -> None:

@@ -18,18 +18,7 @@ import checkpoint
 import convert_weights
 from checkpoint import about_adapter, base_of
 from config import Config
-from convert_weights import (
-    BESIDE,
-    FAMILIES,
-    Family,
-    Plan,
-    copies,
-    our_config,
-    plan,
-    read_released,
-    survey,
-    write_checkpoint,
-)
+from convert_weights import BESIDE, FAMILIES, Family, Plan, copies, our_config, plan, read_released, write_checkpoint
 from layers import LORA_SCALE
 from lib.util import Parser, command, copy_file, fail, write_json
 
@@ -83,7 +72,7 @@ def to_hf(src: Path, out: Path) -> None:
     if about:
         checkpoint.check_base(src, checkpoint.base_hash(base))
         adapter = checkpoint.attach(checkpoint.empty_model(cfg), src)  # of the base shapes alone, which take no memory
-    found = survey(base)
+    found = convert_weights.survey(base)
     shards = plan(cfg, family)
     expected = {planned.name: torch.empty(planned.shape, device="meta") for planned in sum(shards, [])}
     dropped = {

@@ -24,22 +24,9 @@ from pathlib import Path
 
 from checkpoint import DTYPES, base_of, load_model
 from decoding import SETTINGS, check_prompt
+from lib import util
 from lib.tokenizer import load_tokenizer
-from lib.util import (
-    Parser,
-    alone_in,
-    append_line,
-    bounded,
-    command,
-    fail,
-    pick_device,
-    print_table,
-    progress,
-    quoted,
-    read_json,
-    read_lines,
-    write_json,
-)
+from lib.util import Parser, alone_in, bounded, command, fail, pick_device, progress, quoted, read_json, write_json
 from prepare import read_records
 from released.ablation import BASE, ROWS, decoder_of, row_of
 from released.chat import chat
@@ -133,7 +120,7 @@ class CoCommit(LM):
 
             path = self.out / "answers.jsonl"
             kinds = {"item": str, "key": str, "text": str, "cost": dict}
-            lines = read_lines(path, kinds) if path.exists() else []
+            lines = util.read_lines(path, kinds) if path.exists() else []
             for line in lines:
                 if keys.get(line["item"], line["key"]) != line["key"]:
                     fail(f"{self.out} answers another {line['item']} (task file or prompt): choose another --out")
@@ -141,7 +128,7 @@ class CoCommit(LM):
             todo = {item: request.args for item, request in asked.items() if item not in answers}
             print(f"{self.settings['row']}: {len(asked)} items, {len(todo)} to go")
             for item, answer in self.decode(todo):
-                append_line(path, {"item": item, "key": keys[item], "text": answer, "cost": answer.cost})
+                util.append_line(path, {"item": item, "key": keys[item], "text": answer, "cost": answer.cost})
                 answers[item] = answer
         return [answers[item] for item in items]
 
@@ -248,7 +235,7 @@ def main() -> None:
 
     # lm-eval only warns if it cannot write, so what is printed comes from its files
     runs = [run for run in read_runs(model.out) if run.task in files]
-    print_table(HEAD[:7], [[TASKS[run.task].title, *measured(run, None)] for run in runs])
+    util.print_table(HEAD[:7], [[TASKS[run.task].title, *measured(run, None)] for run in runs])
     for run in runs:
         if not TASKS[run.task].judged:
             hand_over(run, files[run.task])
