@@ -60,7 +60,19 @@ class KVCache:
         self.used = self.B + max(lengths)
         if self.used >= self.kv.shape[4]:
             self.kv = F.pad(self.kv, (0, 0, 0, self.used))
-        self.context = self.build_context()
+
+        # the Context of a pass over the current blocks
+        offset = torch.arange(self.B, device=self.kv.device)
+        cos, sin = rotary(self.cfg, self.length[:, None] + offset, self.kv.dtype)
+
+        # a row attends to its current block, and to its own finished blocks that are in the window
+        key = torch.arange(-self.B, max(self.lengths), device=self.kv.device)
+        length = self.length[:, None, None, None]
+        mask = key < length  # (R, 1, 1, S)
+        if self.cfg.window:
+            blocks_back = length // self.B - key // self.B
+            mask = mask & ((key < 0) | (blocks_back * self.B < self.cfg.window))
+        self.context = Context(cos, sin, mask, self.add_keys, n_rounds=self.n_rounds)
 
     def add_keys(self, slot: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v (R, G, T, D) of this pass -> what it attends to, (R, G, S, D) each; see Context.add_keys."""
@@ -88,20 +100,6 @@ class KVCache:
         """Keep these rows alone, in this order; a row may be there several times."""
         self.kv = self.kv[:, :, rows]
         self.set_lengths([self.lengths[r] for r in rows])
-
-    def build_context(self) -> Context:
-        """The Context of a pass over the current blocks."""
-        offset = torch.arange(self.B, device=self.kv.device)
-        cos, sin = rotary(self.cfg, self.length[:, None] + offset, self.kv.dtype)
-
-        # a row attends to its current block, and to its own finished blocks that are in the window
-        key = torch.arange(-self.B, max(self.lengths), device=self.kv.device)
-        length = self.length[:, None, None, None]
-        mask = key < length  # (R, 1, 1, S)
-        if self.cfg.window:
-            blocks_back = length // self.B - key // self.B
-            mask = mask & ((key < 0) | (blocks_back * self.B < self.cfg.window))
-        return Context(cos, sin, mask, self.add_keys, n_rounds=self.n_rounds)
 
     def context_of_pair(self) -> Context:
         """The Context of a pass over the last finished token and the current block of one token."""

@@ -287,8 +287,6 @@ def base_of(folder: Path) -> Path:
     if not about:
         return folder
     base = found_from(folder, about["base"])
-    if (base / "adapter.json").exists():
-        fail(f"{folder}/adapter.json names {base} as its base, which is an adapter itself: name a model's folder")
     if not (base / "config.json").exists():
         fail(f"{folder}/adapter.json names {base} as its base, and no model is there: put it there, or correct `base`")
     return base
