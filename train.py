@@ -203,7 +203,12 @@ def update(
     record = dict(step=it, loss=loss, grad_norm=norm, lr=share * args.learning_rate, tokens=n_real)
     check_finite(record, "loss", it, saved, args)
     optimizer.step()
-    balance_experts(model)
+
+    # if the model's routers learn, move the bias of each expert by how often it was chosen. The experts of a Stage B's
+    # own layers keep the biases that they began with
+    for layer in model.layers[model.cfg.n_dense :]:
+        if layer.mlp.router.requires_grad:
+            layer.mlp.balance(BALANCE)
     optimizer.zero_grad(set_to_none=True)
     return record | means(terms) | dict(ms=1e3 * (time.perf_counter() - began))
 
@@ -260,14 +265,6 @@ def micro_batches(
         batch = get_batch(corpus, split, at, min(size, first + n - at), args.seed, model.wte.weight.device)
         batch.elapsed = it / args.max_iters
         yield batch
-
-
-def balance_experts(model: Model) -> None:
-    """If the model's routers learn, move the bias of each expert by how often it was chosen. The experts of a Stage
-    B's own layers keep the biases that they began with."""
-    for layer in model.layers[model.cfg.n_dense :]:
-        if layer.mlp.router.requires_grad:
-            layer.mlp.balance(BALANCE)
 
 
 def tell_what_does_not_learn(model: Model) -> None:
