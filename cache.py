@@ -25,10 +25,12 @@ from torch import Tensor
 
 from config import Config
 from lib.util import fail, generator
-from model import Context, Model, rotary
+from model import Context, Model, block_causal_mask, rotary
 
 # R rows that are being decoded, T positions of a pass, B block_length, S keys, C channels, G key/value heads,
 # D head dim, L layers, n = n_last, K = n_rounds
+
+PIECE = 512  # so many tokens of a prompt are read at a time, in whole blocks
 
 
 # --- keys and values
@@ -51,6 +53,8 @@ class KVCache:
         slots = cfg.n_layer + max(0, n_rounds - 1) * cfg.n_last
         shape = (2, slots, len(lengths), cfg.n_kv_head, self.B, cfg.head_dim)
         self.kv = torch.zeros(shape, device=device, dtype=dtype)  # (2, slots, R, G, room, D): keys, then values
+        # while a prompt is read: the rows that have this prompt, and how many of its tokens have been read
+        self.filling: tuple[list[int], int] | None = None
         self.set_lengths(lengths)
 
     def set_lengths(self, lengths: list[int]) -> None:
@@ -78,6 +82,13 @@ class KVCache:
         """k, v (R, G, T, D) of this pass -> what it attends to, (R, G, S, D) each; see Context.add_keys."""
         kv = self.kv[:, slot + i_round * self.cfg.n_last]  # round 0 has the slots 0..L-1, a further one the next n
         new = torch.stack([k, v])
+
+        # a piece of a prompt: its blocks are finished blocks of these rows, after those that have been read
+        if self.filling:
+            rows, read = self.filling
+            end = self.B + read + k.shape[2]
+            kv[:, rows, :, self.B + read : end] = new
+            return kv[:, rows[:1], :, self.B : end].unbind()
 
         # a pair: the token before, which is the last of the finished ones, and the current block of one token
         if k.shape[2] > self.B:
@@ -139,16 +150,17 @@ class Engine:
         """Read the complete blocks of these rows' prompt, ids (1, T). This is not a forward of decoding, and is not
         counted."""
         B = self.cfg.block_length
-
-        def keep(slot: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            kv = self.cache.kv[:, slot + i_round * self.cfg.n_last]
-            kv[:, rows, :, B : B + ids.shape[1]] = torch.stack([k, v])
-            return k, v
-
-        ctx = replace(self.model.context(torch.ones_like(ids, dtype=torch.bool)), add_keys=keep)
-        h = self.model.prefix(ids, ctx)
-        for i in range(max(1, self.n_rounds)):  # finished positions are unmarked in every round
-            h = self.model.last_n(h, replace(ctx, i_round=i))
+        piece = max(1, PIECE // B) * B
+        for at, part in zip(range(0, ids.shape[1], piece), ids.split(piece, dim=1), strict=True):
+            end = at + part.shape[1]
+            self.cache.filling = (rows, at)
+            cos, sin = rotary(self.cfg, torch.arange(at, end, device=ids.device), self.model.compute_dtype)
+            mask = block_causal_mask(end, B, self.cfg.window or end, ids.device, first=at)
+            ctx = Context(cos, sin, mask, self.cache.add_keys)
+            h = self.model.prefix(part, ctx)
+            for i in range(max(1, self.n_rounds)):  # finished positions are unmarked in every round
+                h = self.model.last_n(h, replace(ctx, i_round=i))
+        self.cache.filling = None
 
     def stage_a(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """One full forward: z (R, B) -> prefix states and final states, (R, B, C) each."""

@@ -71,8 +71,6 @@ class Model(nn.Module):
     """
 
     BASE = ("wte", "layers", "norm_f", "lm_head")  # all parameters outside these are Stage B's own
-    fixed: dict[str, str] = {}
-    unread = ("beam",)
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -239,8 +237,11 @@ class Model(nn.Module):
 
 
 # --- who sees whom
-def block_causal_mask(T: int, block_length: int, window: int, device: torch.device | str = "cpu") -> Tensor:
-    """(T, T) bool, query by key: a position sees its own block, and the earlier blocks that are in the window.
+def block_causal_mask(
+    T: int, block_length: int, window: int, device: torch.device | str = "cpu", first: int = 0
+) -> Tensor:
+    """(T - first, T) bool, query by key: a position sees its own block, and the earlier blocks that are in the window.
+    The queries are positions first..T-1.
 
     T = 4, block_length = 2:      1 1 0 0
                                   1 1 0 0
@@ -248,7 +249,7 @@ def block_causal_mask(T: int, block_length: int, window: int, device: torch.devi
                                   1 1 1 1
     """
     block = torch.arange(T, device=device) // block_length
-    blocks_back = block[:, None] - block[None, :]
+    blocks_back = block[first:, None] - block[None, :]
     return (blocks_back >= 0) & (blocks_back * block_length < window)
 
 
