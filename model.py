@@ -71,6 +71,8 @@ class Model(nn.Module):
     """
 
     BASE = ("wte", "layers", "norm_f", "lm_head")  # all parameters outside these are Stage B's own
+    fixed: dict[str, object] = {}
+    unread: tuple[str, ...] = ("beam",)
 
     def __init__(self, cfg: Config):
         super().__init__()
