@@ -225,6 +225,8 @@ def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
     written = {}
     for folder, name, d in progress(rows, "evaluate"):
         tokenizer = load_tokenizer(base_of(folder))
+        if tokenizer is None:
+            fail(f"{folder} has no tokenizer.json to read names with")
         prompts = draw_names(args.prompts, "held out", tokenizer)
         found = complete(models[folder], tokenizer, prompts, replace(d, gen_length=NAME_LENGTH))
         figures = [f"{found['exist']:.3f}", f"{found['forwards']:.2f}", f"{found['per_token']:.3f}"]
