@@ -1,6 +1,5 @@
 """Folders of weights: what comes back, what is refused, whose base is whose. `pytest tests/test_checkpoint.py`"""
 
-import hashlib
 import json
 import sys
 from dataclasses import replace
@@ -90,39 +89,18 @@ def test_first_values_have_the_stated_size():
     assert {name: float(tensors[name].std()) for name in sizes} == approx(sizes, rel=0.05)
 
 
-def test_shards_are_read(base):
-    whole = load_file(base / WEIGHTS)
-    (base / WEIGHTS).unlink()
-    places = {}
-    for k, shard in enumerate(("a.safetensors", "b.safetensors")):
-        part = dict(list(whole.items())[k::2])
-        save_file(part, base / shard)
-        places |= dict.fromkeys(part, shard)
-    write_json(base / f"{WEIGHTS}.index.json", {"weight_map": places})
-    assert all(torch.equal(load(base).state_dict()[k], v) for k, v in whole.items())
-    write_json(base / f"{WEIGHTS}.index.json", {"weight_map": {"a": "a.safetensors", "b": 7}})
-    assert "index.json cannot be read, is damaged" in refusal(base)
-
-
 # changes of a config that cannot be computed, or that cannot be meant
 IMPOSSIBLE = [
     (dict(n_head=3), "n_kv_head divides n_head"),
-    (dict(n_kv_head=0), "sizes"),
     (dict(rotary_dim=17), "rotary_dim"),
     (dict(n_group=8), "in twos"),
-    (dict(topk_group=5), "topk_group"),
-    (dict(n_active=5), "n_active"),
     (dict(n_last=9), "n_last is 1..4"),
     (dict(n_embd=60), "multiples of 8"),
     (dict(block_length=129), "block_length is 1..128"),
-    (dict(block_length=0), "block_length is 1..128"),
     (dict(mask_id=272), "vocabulary"),
     (dict(n_rounds=10**12), "no size is above 1,048,576"),
     (dict(eos_id=257), "eos_id and mask_id, both 257, are two tokens"),
     (dict(router="no such router"), ", not 'no such router'"),
-    (dict(stage_b="other"), "stage_b is one of paper, causal, not 'other'"),
-    (dict(decoder="other"), "decoder is one of llada, "),
-    (dict(n_layer=20_000), "n_layer is at most 1,024"),
 ]
 
 
@@ -170,17 +148,6 @@ def test_a_shipped_base_has_its_presets_geometry(folder, preset):
 
 
 # --- which weights a folder holds
-def test_a_hash_worked_by_hand(tmp_path):
-    """The config without the sizes of an adapter, no tokenizer, and a file of 40,960 bytes: the hash reads its size,
-    then 16 bytes at every tenth byte. These pieces overlap, and at the end they are shorter."""
-    raw = torch.arange(40_960, dtype=torch.int64).remainder(251).to(torch.uint8).numpy().tobytes()
-    (tmp_path / WEIGHTS).write_bytes(raw)
-    pieces = b"".join(raw[10 * i : 10 * i + 16] for i in range(4096))
-    write_json(tmp_path / "config.json", {"window": 4, "n_last": 3})
-    read = b'[{"window": 4}, {}]40960' + pieces
-    assert base_hash(tmp_path) == hashlib.sha256(read).hexdigest()[:16]
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "assets").glob("*/*/adapter.json")))
 def test_the_shipped_adapters_stand_on_the_shipped_bases(path):
     base = path.parent.parent
@@ -226,8 +193,6 @@ def test_an_adapter_on_another_base_or_of_another_kind_is_refused(base, adapter)
     for name, value, more in (("stage_b", "causal", {"n_rounds": 1}), ("n_rounds", 1, {}), ("lora_r", 8, {})):
         write_json(adapter / "adapter.json", about | {name: value} | more)
         assert "adapter.json has" in refusal(adapter) and "and was written with" in refusal(adapter)
-    write_json(adapter / "adapter.json", about | {"stage_b": "other"})
-    assert "of the kind 'other'" in refusal(adapter)
     base.rename(base.parent / "gone")
     write_json(adapter / "adapter.json", about)
     assert f"adapter.json names {base} as its base, and no model is there" in refusal(adapter)
