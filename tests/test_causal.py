@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from common import MASK, approx, assert_as_specified, prompt, random_ids, random_lora, tiny_model, traced
+from common import MASK, approx, assert_as_specified, prompt, random_ids, random_lora, tiny_model
 from test_model import CLOSE, noisy_rows
 
 import causal
@@ -121,24 +121,6 @@ def test_what_is_masked_by_hand(monkeypatch):
     assert bundle.int().tolist() == [[0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0]]
     assert torch.equal(z == MASK, bundle) and torch.equal(z[~bundle], clean[~bundle])
     assert torch.equal(kind == 1, bundle)
-
-
-# --- the chain rule
-@torch.no_grad()
-def test_one_pass_has_the_log_probability_of_as_many_passes():
-    """Each pass reads only what is written before its position."""
-    model = causal_model()
-    at = (1, 2, 5, 6)
-    bundle, text = places(*at), random_ids(1, 8, 2)
-    z = text.masked_fill(bundle, MASK)
-    engine = Engine(model, [prompt(16)], 1)
-    at_once = of_tokens(said(engine, z, bundle, text), text)[bundle].sum()
-    written = z.clone()
-    one_by_one = 0.0
-    for i in at:
-        one_by_one += float(of_tokens(said(engine, z, bundle, written), text)[0, i])
-        written[0, i] = text[0, i]
-    assert float(at_once) == approx(one_by_one, abs=1e-3)
 
 
 # --- passes
@@ -283,17 +265,3 @@ def test_the_papers_settings_cost_no_step_more():
     with_edits = replace(CAUSAL, tau_t2t=PAPER.tau_t2t)
     ours, papers = (generate(model, PROMPTS, d)[0].nfe for d in (CAUSAL, with_edits))
     assert ours == papers
-
-
-def test_a_row_of_eight_is_the_row_alone():
-    """The rows have several lengths, with holes and without, and their blocks end at different steps."""
-    model = causal_model(std=0.12, n_layer=3)
-    texts = [holed(n, 1, n - 2) if n % 3 == 0 else prompt(n, n) for n in range(3, 19, 2)]
-    for how in (dict(), dict(temperature=0.9), dict(beam=3)):
-        d = Decoding(gen_length=19, tau_m2t=ALL, tau_t2t=None, holes=True, eos_early_stop=False, **how)
-        together, steps = traced(model, texts, d, seed=5)
-        assert len({out.nfe["partial"] for out in together}) > 1
-        for text, out, of_row in zip(texts, together, steps, strict=True):
-            (single,), (alone,) = traced(model, [text], d, seed=5)
-            assert (single.prompt, single.tokens, single.nfe) == (out.prompt, out.tokens, out.nfe)
-            assert [s["after"] for s in alone] == [s["after"] for s in of_row]

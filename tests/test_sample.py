@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from common import MASK, approx, assert_as_specified, caller, prompt, random_lora, tiny_model, traced
 
 import sample
-from cache import Engine
 from checkpoint import save_model
-from decoding import ALL, CAUSAL, PAPER, RELEASED, SETTINGS, Decoding, candidates, decoding_of
-from lib.util import Mistake, generator
+from decoding import CAUSAL, PAPER, RELEASED, SETTINGS, Decoding, candidates, decoding_of
+from lib.util import Mistake
 from sample import SELECT, by_confidence, by_entropy, certified, denoise, from_the_left, generate, generate_one
 
 
@@ -199,20 +198,6 @@ def test_selection_by_entropy_by_hand(tau_m2t, bundle):
     assert by_entropy(p.log(), conf, MASKS, d).nonzero()[:, 1].tolist() == bundle
 
 
-def test_each_stage_draws_by_its_own_random_numbers():
-    model = tiny_model()
-    u = torch.rand(1, 2, 8, generator=generator("u"))
-    z = torch.full((1, 8), MASK)
-    d = Decoding(tau_m2t=-1.0, temperature=1.0)
-
-    def step(u_a, u_b):
-        return denoise(Engine(model, [[]], 1), z, z < 0, torch.stack([u_a, u_b], dim=1), d)
-
-    done, first, second = (step(u[:, i], u[:, j]) for i, j in ((0, 1), (0, 0), (1, 1)))
-    assert torch.equal(done.token_a, first.token_a) and not torch.equal(done.token_a, second.token_a)
-    assert torch.equal(done.token, second.token) and not torch.equal(done.token, first.token)
-
-
 @pytest.mark.parametrize("window", [0, 3])
 def test_a_left_to_right_model_takes_one_forward_a_token(window, monkeypatch):
     model = tiny_model(block_length=1, n_rounds=1, window=window)
@@ -256,16 +241,13 @@ TRAINED = replace(PAPER, n_rounds=2)
     # a flag changes a field, and nothing else
     ("paper", "--tau_t2t none --select left", replace(TRAINED, tau_t2t=None, select="left")),
     ("causal", "--tau_m2t 0.5 --beam 4", replace(CAUSAL, tau_m2t=0.5, beam=4)),
-    ("paper", "--tau_m2t all", replace(TRAINED, tau_m2t=ALL)),
     ("a2d", "", SETTINGS["a2d"]),
     # what is drawn is not drawn again, unless that is asked for
     ("paper", "--temperature 1", replace(TRAINED, temperature=1.0, tau_t2t=None)),
     ("paper", "--temperature 1 --tau_t2t 0", replace(TRAINED, temperature=1.0)),
     # a flag that the step does not read is refused
     ("causal", "--select left", "causal Stage B does not read it, the paper's step does"),
-    ("causal", "--tau_t2t none", "does nothing here"),
     ("paper", "--beam 2", "paper Stage B does not read it, causal Stage B does"),
-    ("causal", "--n_rounds 0 --beam 2", "Stage A does not read it"),
     ("paper", "--top_k 4", "nothing without a temperature"),
     ("paper", "--n_rounds 3", "markers for 0..2 rounds"),
     ("causal", "--beam 4 --temperature 1", "leave out --temperature"),
