@@ -219,7 +219,8 @@ def test_a_model_that_favours_the_mask_never_writes_it():
     model.norm_f.weight.data[0] = 50.0
     model.lm_head.weight.data[MASK, 0] = 1.0
     d = Decoding(gen_length=16, tau_m2t=ALL, tau_t2t=None, temperature=1.0, eos_early_stop=False)
-    for out in generate(model, [prompt(8), prompt(3)], d) + generate(model, [prompt(8)], CAUSAL):
+    greedy = replace(d, temperature=0.0)
+    for out in generate(model, [prompt(8), prompt(3)], d) + generate(model, [prompt(8)], greedy):
         assert MASK not in out.tokens and out.warning is None
 
 
@@ -262,6 +263,6 @@ def test_the_papers_decoder_on_causal_weights_equals_the_specification():
 def test_the_papers_settings_cost_no_step_more():
     """Nothing is edited, so a block ends with its last mask, whatever tau_t2t says."""
     model = causal_model()
-    with_edits = replace(CAUSAL, tau_t2t=PAPER.tau_t2t)
-    ours, papers = (generate(model, PROMPTS, d)[0].nfe for d in (CAUSAL, with_edits))
+    d = replace(CAUSAL, gen_length=9)
+    ours, papers = (generate(model, PROMPTS, replace(d, tau_t2t=tau))[0].nfe for tau in (None, PAPER.tau_t2t))
     assert ours == papers

@@ -155,14 +155,10 @@ def test_documents_are_closed_by_eos_and_split_by_their_text():
 
 @pytest.mark.parametrize("lengths, train, val", [
     ([999], [950], [50]),  # a single text: its last twentieth
-    ([114], [110], [5]),  # also if it would all be held out
     ([999, 998], [1000, 900], [99]),  # the last twentieth of all
-    ([999, 9], [960], [40, 10]),  # in two texts
     ([1], [1], [1]),  # one token at least
-    ([114, 113], [115, 103], [11]),  # 114 bytes are more than half,
-    ([114, 120], [121], [115]),  # and here less
-    ([114, 11286], [11287], [115]),  # they are 1 % of 11,400,
-    ([11287, 114], [10833], [455, 115]),  # and less of 11,401
+    ([114, 113], [115, 103], [11]),  # 114 bytes are more than half
+    ([114, 11286], [11287], [115]),  # they are 1 % of 11,400
 ])  # fmt: skip
 def test_texts_are_cut_if_one_side_would_have_too_little(lengths, train, val):
     split = tokenize([("a", "x" * n) for n in lengths], load_tokenizer(BYTES))

@@ -10,7 +10,7 @@ import torch
 from common import ROOT, byte_spec
 from safetensors.torch import load_file, save_file
 
-from lib.rows import Corpus, Meta, Rows, get_batch, read_corpus, read_meta, rows_hash, write_meta, write_rows
+from lib.rows import Corpus, Meta, Rows, get_batch, read_corpus, read_meta, write_meta, write_rows
 from lib.util import Mistake, write_json
 
 NAMES = ROOT / "data" / "names"
@@ -176,9 +176,3 @@ def test_ordinary_ids_are_those_of_the_tokenizer_beside_them(tmp_path):
     write_meta(tmp_path, replace(BYTES, n_plain=2))
     with pytest.raises(Mistake, match="meta.json has 2 ordinary ids, and .*tokenizer.json has 256"):
         read_meta(tmp_path)
-
-
-def test_other_rows_have_another_hash(tmp_path):
-    same, first, other = ([([1, 2, EOS], 0)], [([1, 2, EOS], 0)], [([1, 2, EOS], 1)])
-    hashes = [rows_hash(write(tmp_path / str(n), train)) for n, train in enumerate((first, same, other))]
-    assert hashes[0] == hashes[1] != hashes[2]

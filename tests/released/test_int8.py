@@ -11,10 +11,8 @@ from resuming import byte_rows
 
 import lib.int8
 import train
-from checkpoint import load_model, read_tensors, save_model, weight_files
-from convert_weights import survey
+from checkpoint import load_model, save_model
 from decoding import Decoding
-from layers import Linear
 from lib.int8 import KERNEL_WIDTH, kernel_takes, multiply, quantise
 from lib.util import Mistake, generator, read_json, write_json
 from model import Model
@@ -60,15 +58,6 @@ def test_a_matrix_by_hand():
     assert (numbers.dtype, scale.dtype) == (torch.int8, torch.bfloat16)
 
 
-def test_no_weight_is_off_by_more_than_half_a_scale():
-    w = random_matrix(3, 500, 64) * torch.logspace(-20, 20, 500)[:, None]
-    numbers, scale = quantise(w)
-    error = (w.double() - numbers.double() * scale.double()[..., None]).abs()
-    assert (error <= 0.5000001 * scale.double()[..., None]).all()
-    # the largest number of a row is the largest integer: a scale is as small as it may be
-    assert (numbers.int().abs().amax(-1) == 127).all()
-
-
 @pytest.mark.parametrize("rows, columns, shift", [(1, 32, 0), (12, 32, 0), (13, 32, 0), (2, 24, 0), (2, 32, 1)])
 def test_products_are_those_of_the_floats(rows, columns, shift, monkeypatch):
     """In bfloat16 by the kernel, for few rows; but of 24 columns, no multiple of 16, it would read past the end, and a
@@ -89,14 +78,19 @@ def test_products_are_those_of_the_floats(rows, columns, shift, monkeypatch):
 # --- the model
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_model_is_that_of_the_floats(tied, tmp_path):
-    """Logits of both stages, and the gradients of what learns."""
+    """No weight of a matrix is off by more than half a scale, and all else stays as it is. Through them come the same
+    logits of both stages, and the gradients of what learns."""
     original = tiny_model(tied=tied, qkv_bias=True, proj_bias=True)
     save_model(original, tmp_path / "ours")
     int8.convert(tmp_path / "ours", tmp_path / "int8")
     small = load_model(tmp_path / "int8", "cpu", torch.float32)
     plain = as_floats(small)
-    assert (type(small.lm_head) is Linear) == tied
-    assert torch.equal(small.markers, original.markers)
+    scales = {name.removesuffix("_scale"): s for name, s in small.state_dict().items() if name.endswith("_scale")}
+    # attention, the dense layer, routed and shared experts, the head
+    assert len(scales) == 2 * 4 + 2 + 3 * 4 + (not tied)
+    for name, weight in original.state_dict().items():
+        off = (plain.state_dict()[name] - weight).abs()
+        assert (off <= 0.5001 * scales[name].float()[..., None] if name in scales else off == 0).all(), name
 
     ids = random_ids(2, 24)
     bundle = torch.arange(24).expand(2, 24) % 3 == 0
@@ -153,17 +147,3 @@ def test_weights_stay_in_their_files(experts):
         at = tensor.data_ptr()
         assert tensor.dtype != torch.int8 or at % KERNEL_WIDTH == 0
         assert any(int(start, 16) <= at < int(rest.split()[0], 16) for start, rest, *_ in places)
-
-
-# --- converting
-def test_every_matrix_is_converted_and_nothing_else(golden, experts):
-    ours = survey(golden)
-    small = dict(read_tensors(weight_files(experts)))
-    matrices = {name for name, t in small.items() if t.dtype == torch.int8}
-    assert {name.removesuffix("_scale") for name in small.keys() - ours.keys()} == matrices
-    assert len(matrices) == 2 * 4 + 2 + 3 * 4 + 1  # attention, the dense layer, routed and shared experts, the head
-    for name, tensor in ours.items():
-        expected = {name: tensor}
-        if name in matrices:
-            expected = dict(zip((name, f"{name}_scale"), quantise(tensor), strict=True))
-        assert all(torch.equal(small[part], expected[part]) for part in expected)

@@ -62,13 +62,6 @@ def test_what_is_no_run_and_two_of_one_row(tmp_path, monkeypatch, capsys):
     assert "b/settings.json is damaged" in refused(tables, monkeypatch, capsys, *run)
 
 
-def test_a_run_without_tokens_has_no_forwards_a_token(tmp_path):
-    write_run(tmp_path / "a", "gsm8k", BASE, [1.0], 1)
-    (run,) = tables.read_runs(tmp_path)
-    run.items[0]["tokens"] = 0
-    assert tables.measured(run, None) == ["1/1319", "100.00", *"----"]
-
-
 def test_only_equal_prompts_are_paired(tmp_path):
     write_run(tmp_path / "base", "drop", BASE, [0.0, 0.0, 1.0], 3)
     write_run(tmp_path / "cocommit", "drop", COCOMMIT, [1.0, 1.0, 1.0, 1.0], 3)
