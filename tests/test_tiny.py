@@ -15,7 +15,6 @@ from torch import Tensor
 import tiny
 from causal import CausalModel
 from config import Config
-from corrupt import NONE, M, three_term_loss
 from decoding import Decoding
 from model import Model
 from sample import generate
@@ -124,28 +123,6 @@ def twins(monkeypatch, seed: int, kind: type[Model], T: int, n_last: int, K: int
     full.begin_from(state)
     full.load_state_dict(state, assign=True)
     return small, full
-
-
-@pytest.mark.parametrize("kind, K", [(Model, 2), (CausalModel, 1)])
-@torch.no_grad()
-def test_a_training_steps_losses_are_the_full_codes(kind, K, monkeypatch):
-    """Stage A fills the masks, and Stage B a bundle of them: the mean cross-entropies are those of Eq. 1."""
-    small, full = twins(monkeypatch, 2, kind, 6, 2, K)
-    clean = torch.randint(1, V, (5, 6), generator=rng(0))
-    masked = torch.rand(5, 6, generator=rng(1)) < 0.6
-    bundle = masked & (torch.rand(5, 6, generator=rng(2)) < 0.6)
-    z = clean.masked_fill(masked, tiny.MASK)
-    tokens = torch.where(bundle, clean, z)
-
-    ctx = full.context(torch.ones_like(masked))
-    h = full.prefix(z, ctx)
-    theirs = full.last_n(h, ctx), full.coordinate(h, bundle, tokens, ctx)
-    h = small.prefix(z)
-    ours = small.last_n(h), small.coordinate(h, bundle, tokens if kind is CausalModel else None)
-    kinds = torch.where(masked, M, NONE).to(torch.uint8)
-    for fill, their, our in zip((masked, bundle), theirs, ours, strict=True):
-        loss, _ = three_term_loss(full, their, clean, kinds, fill)
-        assert tiny.fill_loss(small.logits(our), clean, fill).item() == approx(loss.item() / 30)
 
 
 @pytest.mark.parametrize("kind", [Model, CausalModel])

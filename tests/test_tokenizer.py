@@ -5,12 +5,11 @@ installed.
 """
 
 import json
-import random
 import sys
 from pathlib import Path
 
 import pytest
-from common import GOLDEN, merged_spec
+from common import merged_spec
 
 from lib.tokenizer import GPT2, MASK_TOKEN, QWEN, RELEASED, WORDS, Tokenizer, bpe_tokenizer, load_tokenizer
 from lib.util import Mistake
@@ -77,22 +76,6 @@ def test_blanks_go_to_the_word_behind_them_however_many_there_are(pattern):
         assert t.encode("x" + " " * n) == [120] + [262] * (n // 2) + [32] * (n % 2)
 
 
-def test_ids_of_odd_strings_are_those_of_the_library():
-    """With Qwen's pattern and NFC; the recorded ones are in test_golden_families.py."""
-    tokenizers = pytest.importorskip("tokenizers")
-    path = GOLDEN.parent / "golden_sdar" / "tokenizer.json"
-    ours, library = bpe_tokenizer(path), tokenizers.Tokenizer.from_file(str(path))
-    odd = [
-        *"aA sStLE'' \t\r\n09½.!\xa0\u2028\u0301\u0323é한\u1112\u1161\u11ab\u212b\ufb01ſ\u200d",
-        "😀",
-        "<MASK>",
-        "<|im_end|>",
-    ]
-    draw = random.Random(0)
-    for text in ("".join(draw.choices(odd, k=30)) for _ in range(2000)):
-        assert ours.encode(text) == library.encode(text, add_special_tokens=False).ids, text
-
-
 def test_ids_of_a_plain_bpe_are_those_of_the_library_that_made_it():
     """The ids of random texts are those that were recorded: in prompts the names of special tokens are tokens, and in
     documents they are text."""
@@ -151,7 +134,6 @@ def test_ids_of_the_library_worked_by_hand():
     (lambda s: s["model"].update(type="Unigram"), "it is no byte-level BPE"),
     (lambda s: s["added_tokens"].pop(), f"no {MASK_TOKEN} among its special tokens"),
     (lambda s: s["model"]["vocab"].pop("!"), "lacks some bytes"),
-    (lambda s: s["added_tokens"][0].update(id=10**12), "ids are not different numbers"),
     (lambda s: s["added_tokens"][0].update(id=261), "ids are not different numbers"),  # that of the mask
 ])  # fmt: skip
 def test_what_is_no_byte_level_bpe_is_refused(change, says):

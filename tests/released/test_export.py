@@ -78,10 +78,7 @@ def test_lora_is_merged_and_nothing_else_changes(name, merged_names, n, run, tmp
 
 
 def test_what_is_not_exported(run, golden, tmp_path, monkeypatch):
-    """A Stage B that is not the paper's, an adapter of another base, and one that would not load."""
-    random_adapter(tmp_path / "causal", golden, "causal", n_last=2, n_rounds=1)
-    assert "no place for its stage_b, 'causal'" in run.fails(tmp_path / "causal")
-
+    """An adapter of another base, and one that would not load."""
     random_adapter(tmp_path / "adapter", golden)
     path = tmp_path / "adapter" / "adapter.safetensors"
     tensors = dict(read_tensors([path]))
