@@ -5,7 +5,6 @@ By enumeration of random joint tables. `pytest tests/test_bound.py`
 
 import pytest
 import torch
-from common import approx
 from torch import Tensor
 
 from decoding import PAPER
@@ -41,13 +40,3 @@ def test_what_is_certified_is_the_likeliest_tuple(V, k):
     assert agree[sharp].all() and not (gate & ~sharp).any()
     # tables of all kinds: the bound holds, it does not hold and they agree all the same, and they do not agree
     assert min(gate.sum(), (sharp & ~gate).sum(), (~sharp & agree).sum(), (~agree).sum()) > 100
-
-
-def test_three_masks_above_the_papers_gate_are_not_safe():
-    """111 has less probability than each tuple with a single 0. (Two masks are safe: 3 (1 - .7) < 1.)"""
-    table = torch.zeros(1, 2, 2, 2, dtype=torch.float64)
-    table[0, 1, 1, 1] = 0.11
-    table[0, 0, 1, 1] = table[0, 1, 0, 1] = table[0, 1, 1, 0] = 0.89 / 3
-    p, together, mode = surest(table)
-    assert p[0].tolist() == approx([0.11 + 2 * 0.89 / 3] * 3) and (p > 0.7).all()
-    assert together.item() == 0.11 < mode.item() == 0.89 / 3

@@ -160,14 +160,6 @@ def test_damaged_rows_are_refused(change, says, tmp_path):
     assert says in str(mistake.value)
 
 
-@pytest.mark.parametrize("change", [dict(mask_id=256), dict(vocab_size=257), dict(n_plain=10**12)])
-def test_ids_in_meta_json_that_do_not_fit_together_are_refused(change, tmp_path):
-    """mask_id and eos_id are two ids, and random tokens are neither."""
-    (tmp_path / "meta.json").write_text(json.dumps(vars(BYTES) | change))
-    with pytest.raises(Mistake, match="meta.json .*is damaged"):
-        read_meta(tmp_path)
-
-
 def test_ordinary_ids_are_those_of_the_tokenizer_beside_them(tmp_path):
     """With n_plain 2 random corruption would draw from two of 256 bytes."""
     write_json(tmp_path / "tokenizer.json", byte_spec())
