@@ -3,7 +3,6 @@
 """
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,17 +27,16 @@ def run(monkeypatch, capsys):
     return caller(convert_weights, monkeypatch, capsys)
 
 
-def golden_tensors() -> dict[str, torch.Tensor]:
-    return {k: v for i in (1, 2) for k, v in load_file(GOLDEN / f"model-0000{i}-of-00002.safetensors").items()}
-
-
-def released(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **config) -> Path:
-    """A released checkpoint: the golden one with other tensors or config fields (... deletes a field)."""
+def changed(folder: Path, name: str, change) -> Path:
+    """A released checkpoint: a golden one in another folder, after change(tensors, config, tokenizer)."""
+    src = GOLDEN.parent / name
+    tensors = {k: v for path in src.glob("model*.safetensors") for k, v in load_file(path).items()}
+    config, spec = (json.loads((src / file).read_text()) for file in ("config.json", "tokenizer.json"))
+    change(tensors, config, spec)
     folder.mkdir(parents=True)
-    save_file(tensors or golden_tensors(), folder / "model.safetensors", {"format": "pt"})
-    raw = json.loads((GOLDEN / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v is not ...}))
-    shutil.copy(GOLDEN / "tokenizer.json", folder)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    for file, value in (("config.json", config), ("tokenizer.json", spec)):
+        (folder / file).write_text(json.dumps(value))
     return folder
 
 
@@ -70,27 +68,31 @@ def test_tokenizer_ids(golden):
 
 
 # --- what is where, and the way back
-def variant(tied: bool) -> tuple[dict[str, torch.Tensor], dict]:
-    """Released checkpoints with the differences that releases have: tied and in bfloat16, or in bfloat16 but for the
-    routers' biases, with biases elsewhere, too, and with other fields in the config."""
-    tensors, g = golden_tensors(), torch.Generator().manual_seed(1)
-    if tied:
-        del tensors["lm_head.weight"]
-        return {k: v.bfloat16() for k, v in tensors.items()}, {"tie_word_embeddings": True}
+def tied(t: dict, c: dict, s: dict) -> None:
+    """Tied, and in bfloat16."""
+    del t["lm_head.weight"]
+    t |= {k: v.bfloat16() for k, v in t.items()}
+    c["tie_word_embeddings"] = True
+
+
+def biased(t: dict, c: dict, s: dict) -> None:
+    """In bfloat16 but for the routers' biases, with biases elsewhere, too, and with other fields in the config."""
+    g = torch.Generator().manual_seed(1)
     for i in range(4):
-        tensors[f"model.layers.{i}.attention.query_key_value.bias"] = torch.randn(128, generator=g)
-        tensors[f"model.layers.{i}.attention.dense.bias"] = torch.randn(64, generator=g)
-    kept = {k: v if k.endswith("expert_bias") else v.bfloat16() for k, v in tensors.items()}
-    other_forms = dict(rotary_dim=..., use_qk_norm=True, eos_token_id=305, bos_token_id=None, torch_dtype="float32")
-    return kept, {"use_bias": True, "use_qkv_bias": True} | other_forms
+        t[f"model.layers.{i}.attention.query_key_value.bias"] = torch.randn(128, generator=g)
+        t[f"model.layers.{i}.attention.dense.bias"] = torch.randn(64, generator=g)
+    t |= {k: v if k.endswith("expert_bias") else v.bfloat16() for k, v in t.items()}
+    del c["rotary_dim"]
+    c |= dict(use_bias=True, use_qkv_bias=True, use_qk_norm=True)
+    c |= dict(eos_token_id=305, bos_token_id=None, torch_dtype="float32")
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_every_tensor_is_in_its_place_and_every_byte_comes_back(tied, run, golden, tmp_path, monkeypatch, capsys):
-    tensors, config = variant(tied)
+@pytest.mark.parametrize("form, n_tensors", [(tied, 46), (biased, 55)])
+def test_every_tensor_is_in_its_place_and_comes_back(form, n_tensors, run, golden, tmp_path, monkeypatch, capsys):
     src, ours, back = (tmp_path / folder for folder in ("src", "ours", "back"))
-    out = run("--src", released(src, tensors, **config), "--out", ours)
-    assert f"{46 if tied else 55} tensors in 6 shards" in out
+    out = run("--src", changed(src, "golden_a", form), "--out", ours)
+    tensors = load_file(src / "model.safetensors")
+    assert f"{n_tensors} tensors in 6 shards" in out
     assert {dtype for dtype, *_ in bits(ours).values()} == {tensor.dtype for tensor in tensors.values()}
     model = load_model(ours, "cpu", torch.float32)
     assert not model.markers.any()
@@ -98,7 +100,7 @@ def test_every_tensor_is_in_its_place_and_every_byte_comes_back(tied, run, golde
     for side, rows in (("gate", slice(0, 16)), ("up", slice(16, 32))):  # 10 sorts before 2 in the index
         expert = tensors[f"model.layers.2.mlp.experts.10.{side}_proj.weight"].float()
         assert torch.equal(model.state_dict()["layers.2.mlp.gate_up"][10, rows], expert)
-    assert (model.lm_head.weight.data_ptr() == model.wte.weight.data_ptr()) == tied
+    assert (model.lm_head.weight.data_ptr() == model.wte.weight.data_ptr()) == (form is tied)
     assert "already holds" in run.fails("--src", src, "--out", ours)
 
     # the way back
@@ -129,7 +131,7 @@ def test_the_preset_is_the_release():
 
 # --- checkpoints that are not what they should be
 K, V = "model.layers.2.mlp.experts.9.up_proj.weight", torch.zeros(16, 64)
-# what is done to the tensors, to fields of config.json (... deletes one) and to tokenizer.json
+# what is done to the tensors, to config.json and to tokenizer.json
 REFUSED = [
     (lambda t, c, s: t.pop(K), [K, "no such tensor there"]),
     (lambda t, c, s: t.update({K: V.to(torch.float8_e4m3fn)}), [K, "float8_e4m3fn"]),
@@ -142,10 +144,6 @@ REFUSED = [
 
 @pytest.mark.parametrize("change, says", REFUSED, ids=[says[0] for _, says in REFUSED])
 def test_what_is_not_what_it_should_be_is_refused(change, says, run, tmp_path):
-    tensors, config, tokenizer = golden_tensors(), {}, json.loads((GOLDEN / "tokenizer.json").read_text())
-    change(tensors, config, tokenizer)
-    src = released(tmp_path / "src", tensors, **config)
-    (src / "tokenizer.json").write_text(json.dumps(tokenizer))
-    line = run.fails("--src", src, "--out", tmp_path / "out")
+    line = run.fails("--src", changed(tmp_path / "src", "golden_a", change), "--out", tmp_path / "out")
     assert all(word in line for word in says), line
     assert not (tmp_path / "out" / "config.json").exists()
