@@ -146,4 +146,4 @@ def test_what_is_no_byte_level_bpe_is_refused(change, says):
 
 def test_added_tokens_that_the_library_numbers_otherwise_are_refused():
     with pytest.raises(Mistake, match="number them in order"):
-        read_by_the_library(lambda s: s["added_tokens"].append({"id": 999, "content": "a b", "special": False}))
+        read_by_the_library(lambda s: (word(s, id=999), s.update(normalizer={"type": "NFC"})))
