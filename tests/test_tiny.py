@@ -6,6 +6,7 @@ import math
 import random
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 import tiny
 from causal import CausalModel
 from config import Config
+from corrupt import NONE, M, three_term_loss
 from decoding import Decoding
 from model import Model
 from sample import generate
@@ -123,6 +125,15 @@ def twins(monkeypatch, seed: int, kind: type[Model], T: int, n_last: int, K: int
     full.begin_from(state)
     full.load_state_dict(state, assign=True)
     return small, full
+
+
+def test_the_loss_is_the_full_codes():
+    """Of Eq. 1 the term of what is filled."""
+    logits, target = torch.randn(5, 6, V, generator=rng(0)), torch.randint(1, V, (5, 6), generator=rng(1))
+    fill = torch.rand(5, 6, generator=rng(2)) < 0.6
+    full = SimpleNamespace(logits=lambda h: h, cfg=SimpleNamespace(vocab_size=V))
+    loss, _ = three_term_loss(full, logits, target, torch.where(fill, M, NONE).to(torch.uint8), fill)
+    assert tiny.fill_loss(logits, target, fill).item() == approx(loss.item() / 30)
 
 
 @pytest.mark.parametrize("kind", [Model, CausalModel])
