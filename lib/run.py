@@ -247,7 +247,7 @@ def rise(validation: dict[str, float], log: Path) -> str:
 def tell_what_is_next(saved: int, args: Namespace, validation: dict[str, float] | None = None) -> None:
     """Print what the last validation says, and the command that goes on or shows what was learned."""
     if validation:
-        print(verdict(validation))
+        print(f"at the validation after step {validation['step']}: {verdict(validation)}")
         print(rise(validation, Path(args.out_dir) / "log.jsonl"), end="")
     if saved < args.max_iters:
         script = sys.argv[0] if sys.argv[0].startswith("-m ") else quoted(sys.argv[0])
