@@ -19,9 +19,10 @@ Each block draws its own mask ratio. For wrong tokens there are three rules (--c
 
     mask      there are only masks, and no wrong tokens
     random    random ordinary tokens replace some visible ones, as in LLaDA2.1's training
-    draft     as random, but with the model's own tokens: the same places are masked in a pass without gradient, and
-              Stage A's likeliest tokens then stand there (the default). A wrong one is W, a right one is G. (Paper, Sec. 4.1: the
-              model's errors "rather than" random tokens, by Yao, arXiv 2606.17175, which fills masks by such a pass.)
+    draft     as random, but with the model's own tokens (the default): the same places are masked in a pass without
+              gradient, and Stage A's likeliest tokens then stand there. A wrong one is W, a right one is G. (Paper,
+              Sec. 4.1: the model's errors "rather than" random tokens, by Yao, arXiv 2606.17175, which fills masks by
+              such a pass.)
 
 Each row has its own random numbers, so a row's corruption does not depend on the rows beside it.
 """
