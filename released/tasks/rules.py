@@ -74,7 +74,7 @@ UNITS = {"": 1, "万": 10**4, "亿": 10**8}
 def numbers(text: str) -> list[str]:
     r"""The numbers in plain text, without what groups their digits: "$12,345 or \frac12" -> ["12345", "1/2"]."""
     # LaTeX: thin spaces, money and percent, words, fractions; exponents and indices are no numbers
-    text = re.sub(r"\\[,!;: ]", " ", text).replace("{,}", ",")
+    text = re.sub(r"\\[,!;: ]|~", " ", text).replace("{,}", ",")
     text = re.sub(r"(?:\b[A-Z]{1,3})?\\?[$¥€£]", "", text).replace(r"\%", "%")
     text = re.sub(r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}", r" \1 ", text)
     text = re.sub(r"(?<=\d)\s*\\[cdt]?frac", r" \\frac", text)
@@ -143,20 +143,21 @@ def number_scores(doc: dict, answers: list[str]) -> dict[str, float]:
 def find_letter(answer: str, doc: dict) -> str | None:
     r"""The chosen option, or None. The first of these rules that applies: the last "Answer: X" or "answer is X"
     (simple-evals, widened); what is in the last \boxed{}; a last line with a letter and nothing else; an "X." or "(X)"
-    at the beginning; the last "answer X", "option X" or 选X. A capital may not begin a word, and a small letter must
-    end its line: "Answer: Because" chooses nothing."""
+    at the beginning; the last "X is correct"; the last "answer X", "option X" or 选X. A capital may not begin a word,
+    and a small letter must end its line: "Answer: Because" chooses nothing."""
     letters = doc["letters"]
     one = rf"([{letters}](?![A-Za-z0-9])|[{letters.lower()}](?=\W*$))"
     link = r"(?:[^.。,;\nA-Z]{0,30}?(?:\b(?:is|be|was)\b|[是为选])\s*:?|\s*[:=>-]+)\s*"  # "answer to the question is"
-    option = r"(?:option|choice|选项)?\s*"
+    option = r"(?:(?:therefore|thus|[a-z]{1,12}ly) )?(?:option|choice|letter|选项)?\s*"
     text = plain(answer)
-    bare = re.sub(r"\\(?:boxed|text\w*|math\w*)|[*$\\(\[{\"'“”]", "", text)
+    bare = re.sub(r"\\(?:boxed|text\w*|math\w*)|[*$\\(\[{【\"'“”]", "", text)
     for pattern, place in (
-        (rf"(?:\b[Aa]nswer|ANSWER|答案){link}(?i:{option}){one}", bare),
+        (rf"(?:\b[Aa]nswer|ANSWER|答案|\b[Cc]orrect (?:option|choice)|正确选项){link}(?i:{option}){one}", bare),
         (rf"\A\W*(?:\\\w+\W*)?{one}", boxed(text) or ""),
         (rf"^[^\w\n]*{one}\W*\Z", bare),
         (rf"\A\W*([{letters}])(?=[).:,\]]|\s*$)", text),
-        (rf"(?i:(?:\banswer|答案|\boption|选[择项]?)\s*{option}){one}(?!\s*(?:is|was|would|[错不])(?! correct))", bare),
+        (rf"(?<![A-Za-z])([{letters}])\)?(?:\s+is (?:the )?(?:correct|right|best)\b|\s*是?正确)", bare),
+        (rf"(?i:(?:\banswer|答案|\boption|选[择项]?)\s*{option}){one}(?!\s*(?:is|was|would|是?[错不]))", bare),
     ):
         found = re.findall(pattern, place, re.MULTILINE)
         if found:
@@ -194,7 +195,7 @@ def span_scores(doc: dict, answers: list[str]) -> dict[str, float]:
 
 # --- programs
 # the fence that closes a block stands about as deep as the line that opens it; deeper ones are in a docstring
-FENCE = re.compile(r"^([ \t]*+)[^\n]*?```[^`\n]*\n(.*?)(?:\n\1 {0,3}```|\Z)", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^([ \t]*+)[^\n]*?(```|~~~)[^`\n]*\n(.*?)(?:\n\1 {0,3}\2|\Z)", re.DOTALL | re.MULTILINE)
 
 
 def find_program(answer: str, doc: dict) -> str | None:
@@ -202,8 +203,8 @@ def find_program(answer: str, doc: dict) -> str | None:
     the entry point, or else the whole answer if it does, or else the first block."""
     lines = [line for line in answer.split("\n") if len(line) <= LONGEST_LINE]
     text = "\n".join(lines[:MOST_LINES])
-    blocks = [textwrap.dedent(block) for _, block in FENCE.findall(text)]
-    defines = re.compile(rf"^\s*(?:async )?(?:def|class) {re.escape(doc['entry_point'])}\b", re.MULTILINE)
+    blocks = [textwrap.dedent(block) for *_, block in FENCE.findall(text)]
+    defines = re.compile(rf"^(?:async )?(?:def|class) {re.escape(doc['entry_point'])}\b", re.MULTILINE)
     return [*filter(defines.search, [*blocks, text]), *blocks, text][0]
 
 
