@@ -80,9 +80,8 @@ class CoCommit(LM):
         adapter = self.ckpt / "adapter.safetensors"
         self.settings = {
             "row": row,
-            "weights": self.model.base_hash,
+            "weights": self.model.base_hash,  # of the config and the tokenizer, too
             "adapter": digest(adapter.read_bytes().hex()) if base != self.ckpt else None,
-            "tokenizer": digest(read_json(base / "tokenizer.json", "tokenizer")),
             "partial_cost": self.model.partial_cost,
             "dtype": dtype,
         }
