@@ -115,6 +115,9 @@ def bpe_tokenizer(
         pattern = known_pattern(spec, vocab)
         if pattern is None:
             read = read_by_library(path, spec, added)
+            # a text with holes is read in parts, and these must fit together
+            if b"".join(token_bytes.get(i, b"") for i in read("a ", False)) != b"a ":
+                fail(f"{path} adds blanks to what it reads, or drops some: train it with add_prefix_space=False")
         else:
             ranks = {token_bytes[i]: i for i in vocab.values()}
             bpe = tiktoken.Encoding("bpe", pat_str=pattern.replace(BLANKS, FEW_BACK), mergeable_ranks=ranks,

@@ -144,6 +144,8 @@ def test_what_is_no_byte_level_bpe_is_refused(change, says):
     assert says in str(mistake.value) and "changed" in str(mistake.value)
 
 
-def test_added_tokens_that_the_library_numbers_otherwise_are_refused():
+def test_blanks_and_added_tokens_that_the_library_reads_otherwise_are_refused():
+    with pytest.raises(Mistake, match="adds blanks"):  # one before each part of a text with holes
+        read_by_the_library(lambda s: s["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True))
     with pytest.raises(Mistake, match="number them in order"):
         read_by_the_library(lambda s: (word(s, id=999), s.update(normalizer={"type": "NFC"})))
