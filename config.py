@@ -86,6 +86,8 @@ def check_config(cfg: Config, where: Path | str = "impossible model") -> None:
     """Refuse a geometry that cannot be computed. Wrong shapes of tensors are refused in loading."""
     group = cfg.n_expert // max(1, cfg.n_group)
     dense = cfg.n_layer <= cfg.n_dense
+    ids = (cfg.eos_id, cfg.mask_id)
+    sizes = [size for name, size in vars(cfg).items() if type(size) is int and name not in ("eos_id", "mask_id")]
     for holds, what in (
         (min(cfg.n_head, cfg.n_kv_head, cfg.n_embd, cfg.head_dim, cfg.vocab_size) > 0, "sizes are above 0"),
         (cfg.n_layer <= 1024, f"n_layer is at most 1,024, not {cfg.n_layer}"),
@@ -99,11 +101,14 @@ def check_config(cfg: Config, where: Path | str = "impossible model") -> None:
         (dense or 1 <= cfg.topk_group <= cfg.n_group, "topk_group is 1..n_group"),
         (dense or 1 <= cfg.n_active <= cfg.topk_group * group, "n_active experts fit into topk_group groups"),
         (1 <= cfg.n_last <= cfg.n_layer, f"n_last is 1..{cfg.n_layer} (n_layer), not {cfg.n_last}"),
-        (cfg.n_rounds >= 1, "n_rounds is 1 or more"),
-        (max(size for size in vars(cfg).values() if type(size) is int) <= 2**20, "no size is above 1,048,576"),
+        (1 <= cfg.n_rounds <= 1024, f"n_rounds is 1..1,024, not {cfg.n_rounds}"),
+        (all(0 <= size <= 2**20 for size in sizes), "sizes are 0..1,048,576"),
+        (cfg.n_dense == 0 or cfg.d_dense > 0, "d_dense is above 0"),
+        (dense or min(cfg.d_expert, cfg.n_shared) > 0, "d_expert and n_shared are above 0"),
+        (cfg.rope_theta > 0 <= cfg.norm_eps, "rope_theta is above 0, and norm_eps is not below 0"),
         (1 <= cfg.block_length <= cfg.max_len, f"block_length is 1..{cfg.max_len} (max_len), not {cfg.block_length}"),
         # a preset without ids has -1 for both
-        (max(cfg.eos_id, cfg.mask_id) < cfg.vocab_size, "eos_id and mask_id are in the vocabulary"),
+        (ids == (-1, -1) or all(i in range(cfg.vocab_size) for i in ids), "eos_id and mask_id are in the vocabulary"),
         (cfg.eos_id != cfg.mask_id or cfg.mask_id == -1, f"eos_id and mask_id, both {cfg.mask_id}, are two tokens"),
     ):
         if not holds:
