@@ -279,6 +279,8 @@ def decoding_of(args: Namespace, model: Model) -> Decoding:
             fail(f"--{name} does nothing without a temperature: add --temperature 1")
     if asked.get("select") == "certified" and "tau_m2t" in asked:
         fail("--tau_m2t does nothing here: --select certified has a bound of its own")
+    if "select" in asked and asked.get("tau_m2t") == ALL:
+        fail("--select does nothing here: --tau_m2t all fills all masks")
     if hasattr(args, "gen_length"):
         asked["gen_length"] = args.gen_length
     d = replace(own, **asked)

@@ -409,13 +409,15 @@ def main() -> None:
 
     folders = dict.fromkeys([*map(base_of, args.ckpt), *args.ckpt])  # bases come first
     models = {folder: load_model(folder, pick_device(args.device), torch.float32) for folder in folders}
-    if not args.bits and all("names" in judge_of(folder) for folder in args.ckpt):
-        evaluate_names(models, args)
-        return
-    for name in asked_for(args):
-        fail(f"--{name} does nothing here: toys and bits have rows of their own; names are completed by it")
+    of_names = not args.bits and all("names" in judge_of(folder) for folder in args.ckpt)
     task = task_of(args.ckpt[0]) if len(args.ckpt) == 1 and not args.bits else None
-    if task:
+    unread = [] if of_names else ["prompts", *asked_for(args)]
+    for name in unread + (["data", "seq_len", "tokens", "hole"] if of_names or task else []):
+        if getattr(args, name) != parser.get_default(name):
+            fail(f"--{name} does nothing here: names, toys and bits are evaluated by flags of their own (see --help)")
+    if of_names:
+        evaluate_names(models, args)
+    elif task:
         evaluate_toy(models[args.ckpt[0]], task)
         ids = ",".join(map(str, task.prompt(torch.tensor([0]))[0].tolist()))
         print(f"next: python sample.py --ckpt {quoted(args.ckpt[0])} --prompt_ids {ids} --gen_length {task.m}")

@@ -160,6 +160,10 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
     lines = [line.split("  ")[:2] for line in out.splitlines()[2:-2]]
     assert lines == [[str(tmp_path / folder), name] for name, folder in rows]
 
+    # flags that only bits read
+    assert "--hole does nothing here" in run.fails(*argv, base, "--hole", 2)
+    assert "--prompts does nothing here" in run.fails(*argv, base, "--bits", "--data", base)
+
     # one row of one's own by flags
     out = run(*argv, tmp_path / "one", tmp_path / "causal", "--tau_m2t", 0.9)
     assert out.count("as asked") == 2 and "base, " not in out

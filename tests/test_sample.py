@@ -249,6 +249,7 @@ TRAINED = replace(PAPER, n_rounds=2)
     ("causal", "--select left", "causal Stage B does not read it, the paper's step does"),
     ("paper", "--beam 2", "paper Stage B does not read it, causal Stage B does"),
     ("paper", "--top_k 4", "nothing without a temperature"),
+    ("paper", "--tau_m2t all --select left", "--tau_m2t all fills all masks"),
     ("paper", "--n_rounds 3", "markers for 0..2 rounds"),
     ("causal", "--beam 4 --temperature 1", "leave out --temperature"),
     ("paper", "--temperature 1e-9", "too small to divide by"),
