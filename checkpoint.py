@@ -386,8 +386,11 @@ def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) 
         return 0
 
     with reading(path, "state", WALK), safe_open(path, "pt") as file:
-        steps = int(file.metadata()["step"])
+        about = file.metadata()
+        steps = int(about["step"])
     state = dict(read_tensors([path]))
+    if about.get("config", repr(model.cfg)) != repr(model.cfg):
+        fail(f"{folder} was trained with another config.json or train.json than it holds now: put the old one back")
 
     # a tensor that has been updated has Muon's moments or Adam's, and the state shows which
     learned = model.learned() | learned_biases(model)

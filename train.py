@@ -314,7 +314,8 @@ def save(model: Model, optimizer: torch.optim.Optimizer, steps: int, args: Names
     folder = Path(args.out_dir)
     flush(folder / "log.jsonl")  # the state must not be ahead of the log
     state = checkpoint.training_state(model, optimizer)
-    checkpoint.save_tensors(folder / "state.safetensors", state, {"step": str(steps)})
+    about = {"step": str(steps), "config": repr(model.cfg)}
+    checkpoint.save_tensors(folder / "state.safetensors", state, about)
     if saves_adapter(args):
         checkpoint.save_adapter(model, folder, Path(args.init_from), args.lora_r)
     else:

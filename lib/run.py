@@ -91,7 +91,7 @@ def written_from(folder: Path, place: Path | str) -> str:
 def found_from(folder: Path, place: str) -> Path:
     """The place that a file in `folder` names, from where the folder is; if it is a link, then else where it leads."""
     near, real = (Path(os.path.normpath(start / place)) for start in (folder, folder.resolve()))
-    return real if real.exists() and not near.exists() else near
+    return near if near.exists() or near.resolve() == real.resolve() else real
 
 
 def setting_of_run(folder: Path, name: str, kind: type) -> Any:
@@ -104,8 +104,8 @@ def setting_of_run(folder: Path, name: str, kind: type) -> Any:
 def check_hash(args: Namespace, name: str, found: str, place: Path | str) -> None:
     """Note the hash of what is read, a name in BESIDE. A resumed run must read what it has read before."""
     if getattr(args, name) not in (None, found):
-        what = "rows" if name == "rows_hash" else "weights"
-        fail(f"{args.out_dir} was trained on other {what} than {place} holds now: put those there")
+        what = "other rows" if name == "rows_hash" else "another model (config, tokenizer or weights)"
+        fail(f"{args.out_dir} was trained on {what} than {place} holds now: put that there")
     setattr(args, name, found)
 
 
@@ -208,8 +208,9 @@ def interruptible() -> Iterator[list[int]]:
             for output in (1, 2):
                 if stat.S_ISCHR(os.fstat(output).st_mode):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-        # print may be what the signal has interrupted
-        os.write(2, b"\nthe run ends after this step and saves; Ctrl-C again stops at once, without saving\n")
+        # print may be what the signal has interrupted; and nobody may read on
+        with suppress(OSError):
+            os.write(2, b"\nthe run ends after this step and saves; Ctrl-C again stops at once, without saving\n")
 
     # nohup lets a run ignore that its terminal is gone
     asks = [signal.SIGINT, signal.SIGTERM, *(n for n in HANGUP if signal.getsignal(n) != signal.SIG_IGN)]

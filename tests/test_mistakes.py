@@ -339,12 +339,24 @@ def test_a_resume_keeps_its_settings_and_reads_what_it_has_read(tree, tmp_path, 
     assert "trained on other rows" in run.fails(*link)
     (tmp_path / "moved" / "base").rename(tmp_path / "base")
     assert "correct init_from in ../deep/link/train.json" in run.fails(*link)
+    assert f"{tmp_path}/moved/base as its base" in caller(sample, monkeypatch, capsys).fails("--ckpt", link[-1])
+
+
+def test_a_config_that_changes_under_a_run_is_refused(tree, tmp_path, monkeypatch, capsys):
+    shutil.copytree(tree / "toy", tmp_path / "toy")
+    path = tmp_path / "toy" / "config.json"
+    write_json(path, util.read_json(path, "config") | {"rope_theta": 2e4})
+    says = refused(
+        train, monkeypatch, capsys, "--init_from", "resume", "--out_dir", path.parent, "--data", tree / "pairs"
+    )
+    assert "trained with another config.json" in says
 
 
 @pytest.mark.parametrize("before, caught", [(signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])])
 def test_a_lost_terminal_stops_a_run_as_ctrl_c_does(before, caught, monkeypatch):
     """But not under nohup, which has the signal ignored."""
     monkeypatch.setattr(os, "dup2", lambda *numbers: None)
+    monkeypatch.setattr(os, "write", lambda *message: (_ for _ in ()).throw(BrokenPipeError))  # nor does a pipe read on
     old = signal.signal(signal.SIGHUP, before)
     with interruptible() as asked:
         signal.raise_signal(signal.SIGHUP)
