@@ -58,8 +58,8 @@ def test_what_a_notebook_and_a_users_style_say_is_left_out(tmp_path):
     """A backend that is not there, and letters by TeX."""
     (tmp_path / "matplotlibrc").write_text("text.usetex: True\nsvg.fonttype: path\n")
     own = dict(MPLBACKEND="module://not_there", MATPLOTLIBRC=str(tmp_path / "matplotlibrc"))
-    argv = [sys.executable, "-m", "tools.plots", "toys", "--out", str(tmp_path)]
+    argv = [sys.executable, "-m", "tools.plots", "text", "--out", str(tmp_path)]
     done = subprocess.run(argv, cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
-    place, _ = plots.PICTURES["toys"]
+    place, _ = plots.PICTURES["text"]
     assert done.returncode == 0, done.stderr
     assert words((tmp_path / place).read_text()) == words((ROOT / place).read_text())
