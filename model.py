@@ -273,7 +273,7 @@ def beside_clean_mask(T: int, block_length: int, window: int, device: torch.devi
 # --- the layers
 class Layer(nn.Module):
     """A layer at some depth: dense in the first n_dense, then with experts. One that is not in Model.layers, such as a
-    Stage B's own, sees its own block alone; to see the blocks before, it takes another layer's slot (causal.py)."""
+    Stage B's own, sees its own block alone; to see the blocks before, it takes another layer's slot."""
 
     def __init__(self, cfg: Config, depth: int = 0):
         super().__init__()

@@ -101,7 +101,7 @@ def names(args: Namespace) -> Iterator[dict]:
     known = draw_names(10**9, "trained", tokenizer).keys()
     model = load(args.ckpt)
     rows = {name: (model, d) for name, d in (rows_of(model) if model.trained_b else BASE_ROWS).items()}
-    if model.cfg.stage_b == "causal":
+    if "beam" not in model.unread:
         rows["Stage B, the longest run above 0.5"] = (model, replace(CAUSAL, tau_m2t=0.5))
     elif model.trained_b:
         rows["Stage B, gates .7 and .5"] = (model, replace(PAPER, tau_t2t=0.5))

@@ -119,7 +119,7 @@ def decoder_of(row: str, n_rounds: int) -> tuple[Decoding, Callable[..., Step]]:
 
 def row_of(model: Model, row: str | None = None, decode: str | None = None) -> str:
     """The row of Table 2 that is asked for by its name or by --decode, if it is one of this model's weights."""
-    if model.cfg.stage_b != "paper":
+    if type(model) is not Model:
         fail(f"{model.cfg.stage_b} Stage B is not a row of the paper's Table 2: judge it with evaluate.py")
     given = "adapter" if model.trained_b else "base"
     if row is None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import base_of, check_fit, read_config, save_tensors, stored
+from config import Config
 from convert_weights import TEXT, copies, plan, survey, write_checkpoint
 from lib.int8 import KERNEL_WIDTH, quantise, use_int8
 from lib.util import Parser, command, fail, write_json
@@ -45,7 +46,7 @@ def convert(src: Path, out: Path) -> None:
     if base_of(src) != src:
         fail(f"{src} is an adapter, which stays in float32: convert its base, {base_of(src)}")
     cfg = read_config(src)
-    if cfg.stage_b != "paper":
+    if cfg.stage_b != Config.stage_b:
         fail(f"{src}: its Stage B is not the paper's, and int8 has no place for it")
     found = survey(src)
     shards = [[planned.name for planned in shard] for shard in plan(cfg)]

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import train
+from config import Config
 from lib.rows import Batch, read_corpus
 from lib.util import alone_in, command, fail, pick_device
 from model import Model
@@ -82,7 +83,7 @@ def run() -> None:
     args = read_arguments(build_parser(__doc__))
     if not saves_adapter(args):
         fail("several processes train adapters on a frozen base: give a model as --init_from, and --lora_r above 0")
-    if sharded and args.stage_b != "paper":
+    if sharded and args.stage_b != Config.stage_b:
         fail(f"--stage_b {args.stage_b} has layers of its own, which --shard cannot cut up: leave out one of the two")
 
     # every process has the same number of rows in every micro-batch
