@@ -238,9 +238,13 @@ def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
     print_table(["", "exist", "forwards a name", "a token"], lines)
     for folder in args.ckpt:
         if (folder, ON) in written:
-            n = sum(on != off for on, off in zip(written[folder, ON], written[folder, OFF], strict=True))
-            print(f"{folder}: Stage B changes {n} of {len(prompts)} completions at the paper's gates; for its loss to "
-                  f"change none is the optimum, see results/theorem")  # fmt: skip
+            changed = [
+                pair for pair in zip(written[folder, ON], written[folder, OFF], strict=True) if pair[0] != pair[1]
+            ]
+            gained = sum(bool(exists(on)) and not exists(off) for on, off in changed)
+            lost = sum(bool(exists(off)) and not exists(on) for on, off in changed)
+            print(f"{folder}: at the paper's gates Stage B changes {len(changed)} of {len(prompts)} completions: "
+                  f"{gained} names gained, {lost} lost")  # fmt: skip
     print(f"next: python evaluate.py --ckpt {' '.join(map(quoted, args.ckpt))} --bits")
 
 
