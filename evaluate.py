@@ -198,11 +198,10 @@ def complete(
     outputs = generate(model, list(prompts.values()), d, step=step)
     written = [tokenizer.decode(output.prompt + output.tokens) for output in outputs]
     n = len(prompts)
-    tokens = sum(len(output.tokens) for output in outputs)
     return {
         "exist": sum(exists(name) is not None for name in written) / n,
         "forwards": forwards(model, outputs) / n,
-        "per_token": forwards(model, outputs) / max(1, tokens),
+        "per_token": forwards(model, outputs) / max(1, sum(len(output.tokens) for output in outputs)),
         "full": sum(output.nfe["full"] for output in outputs) / n,
         "written": written,
     }
@@ -238,9 +237,8 @@ def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
     print_table(["", "exist", "forwards a name", "a token"], lines)
     for folder in args.ckpt:
         if (folder, ON) in written:
-            changed = [
-                pair for pair in zip(written[folder, ON], written[folder, OFF], strict=True) if pair[0] != pair[1]
-            ]
+            both = zip(written[folder, ON], written[folder, OFF], strict=True)
+            changed = [(on, off) for on, off in both if on != off]
             gained = sum(bool(exists(on)) and not exists(off) for on, off in changed)
             lost = sum(bool(exists(off)) and not exists(on) for on, off in changed)
             print(f"{folder}: at the paper's gates Stage B changes {len(changed)} of {len(prompts)} completions: "
