@@ -220,8 +220,7 @@ def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
     if asked_for(args):
         rows = [(folder, "as asked", decoding_of(args, models[folder])) for folder in args.ckpt]
 
-    lines = []
-    written = {}
+    lines, written = [], {}
     for folder, name, d in progress(rows, "evaluate"):
         tokenizer = load_tokenizer(base_of(folder))
         if tokenizer is None:
