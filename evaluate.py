@@ -197,12 +197,11 @@ def complete(
     """Complete every prompt (name -> ids), and count which completions are names, and what they cost."""
     outputs = generate(model, list(prompts.values()), d, step=step)
     written = [tokenizer.decode(output.prompt + output.tokens) for output in outputs]
-    n = len(prompts)
     return {
-        "exist": sum(exists(name) is not None for name in written) / n,
-        "forwards": forwards(model, outputs) / n,
+        "exist": sum(exists(name) is not None for name in written) / len(prompts),
+        "forwards": forwards(model, outputs) / len(prompts),
         "per_token": forwards(model, outputs) / max(1, sum(len(output.tokens) for output in outputs)),
-        "full": sum(output.nfe["full"] for output in outputs) / n,
+        "full": sum(output.nfe["full"] for output in outputs) / len(prompts),
         "written": written,
     }
 
@@ -220,7 +219,8 @@ def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
     if asked_for(args):
         rows = [(folder, "as asked", decoding_of(args, models[folder])) for folder in args.ckpt]
 
-    lines, written = [], {}
+    lines = []
+    written = {}
     for folder, name, d in progress(rows, "evaluate"):
         tokenizer = load_tokenizer(base_of(folder))
         if tokenizer is None:
