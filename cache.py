@@ -21,7 +21,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from config import Config
 from lib.util import fail, generator
@@ -219,6 +219,10 @@ def check_stage_b(model: Model) -> None:
     """Refuse a Stage B that computes something else in training, where whole rows are read beside their clean copy,
     than in decoding, where a block is read after the finished ones before it, beside blocks of other rows. It is tried
     with noise on Stage B's own parameters, for what is zero would hide a mistake. Raises Mistake."""
+    for name, value in vars(model).items():
+        if isinstance(value, (list, tuple)) and any(isinstance(item, nn.Module) for item in value):
+            fail(f"self.{name} hides layers in a Python list, which neither learn nor are saved: use nn.ModuleList")
+
     B = model.cfg.block_length
     device = model.wte.weight.device
     g = generator("check_stage_b")

@@ -140,7 +140,16 @@ class Right(CausalModel):
         return super().coordinate(h, bundle, tokens.roll(-2, dims=1), ctx)
 
 
+class Listed(Draft):
+    """Its layers are in a Python list."""
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.more = [Layer(cfg)]
+
+
 @pytest.mark.parametrize("kind, words", [
+    (Listed, "self.more hides layers"),
     (Slot, "keys of its own"), (Sums, "something else in training"), (Told, "sees the answer"),
     (Right, "sees the answer"),
 ])  # fmt: skip
