@@ -286,13 +286,7 @@ def copies(src: Path, *names: str) -> Files:
     return {name: partial(copy_file, src / name) for name in names if (src / name).exists()}
 
 
-def save_shard(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_tensors(path, tensors, {"format": "pt"})  # transformers reads no file without this entry
-
-
-def write_checkpoint(
-    out: Path, shards: list[Shard], files: Files, save: Callable[[Path, dict], None] = save_shard
-) -> None:
+def write_checkpoint(out: Path, shards: list[Shard], files: Files) -> None:
     """Write the shards (one at a time is in memory), then their index, then the other files, config.json last."""
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     weight_map = {}
@@ -304,7 +298,7 @@ def write_checkpoint(
             tensors = shard()
             for tensor in tensors:
                 refuse_nan(f"what goes into {out}", tensor, tensors[tensor])
-            save(out / name, tensors)
+            save_tensors(out / name, tensors, {"format": "pt"})  # transformers reads no file without this entry
             weight_map |= dict.fromkeys(tensors, name)
             size += sum(tensor.nbytes for tensor in tensors.values())
             del tensors  # before the next ones come
