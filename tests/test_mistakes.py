@@ -299,7 +299,7 @@ def test_a_folder_that_is_deleted_under_a_run_is_not_written_to(tmp_path):
         write_json(out / "a.json", {})
         shutil.rmtree(out)
         out.mkdir()
-        for write in (partial(write_json, out / "b.json", {}), partial(report, {"step": 0}, out / "log.jsonl")):
+        for write in (partial(write_json, out / "b.json", {}), partial(report, {"step": 0}, out)):
             with pytest.raises(Mistake, match="deleted or moved"):
                 write()
     assert not list(out.iterdir())
