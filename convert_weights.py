@@ -281,9 +281,9 @@ def ids_of(src: Path, raw: dict, family: Family, vocab_size: int) -> dict[str, i
 
 
 # --- writing
-def copies(src: Path, *names: str) -> Files:
-    """These files of another folder, to be copied, if they exist."""
-    return {name: partial(copy_file, src / name) for name in names if (src / name).exists()}
+def copies(src: Path) -> Files:
+    """The files about text in another folder, to be copied."""
+    return {name: partial(copy_file, src / name) for name in TEXT if (src / name).exists()}
 
 
 def write_checkpoint(out: Path, shards: list[Shard], files: Files) -> None:
@@ -330,7 +330,7 @@ def convert(src: Path, out: Path, block_length: int | None = None) -> None:
         if not torch.equal(found["lm_head.weight"], found[embedding]):
             fail(f"{src}: tie_word_embeddings is true, but lm_head.weight differs from {embedding}: which is meant?")
 
-    files = copies(src, *TEXT)
+    files = copies(src)
     files["released_config.json"] = partial(copy_file, src / "config.json")
     files["config.json"] = partial(write_json, value=asdict(cfg))
     write_checkpoint(out, [partial(our_tensors, found, shard) for shard in shards], files)
