@@ -42,9 +42,7 @@ FOLDER = Path(__file__).parent / "tasks"
 
 
 class Answer(str):
-    """A text, and what it cost: tokens, and full, partial and refresh forwards."""
-
-    cost: dict[str, float]
+    """A text, and its `cost`: tokens, and full, partial and refresh forwards."""
 
     def __new__(cls, text: str, cost: dict[str, float]) -> "Answer":
         answer = super().__new__(cls, text)
