@@ -55,8 +55,9 @@ def released_tensors(found: dict[str, Tensor], shard: list[Plan], adapter: dict[
             # added in float32, then rounded
             delta = LORA_SCALE * adapter[f"{name}lora_B"].float() @ adapter[f"{name}lora_A"].float()
             whole = (whole.float() + delta).to(whole.dtype)
-        shapes = planned.released.values()
-        parts = whole.split([len(whole)]) if len(shapes) == 1 else whole.flatten(0, -2).split([n for n, _ in shapes])
+        parts = [whole]
+        if len(planned.released) > 1:
+            parts = whole.flatten(0, -2).split([rows for rows, _ in planned.released.values()])
         tensors |= zip(planned.released, parts, strict=True)
     return tensors
 
