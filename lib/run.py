@@ -129,12 +129,11 @@ FIGURES = dict(
 )
 
 
-def report(record: dict, log: Path | None) -> None:
-    """Append a record to log.jsonl (None in a process that does not write). Its `step` says how many updates came
-    before it. A validation that is there already is not written again: the run was stopped after it, and goes on."""
-    if log is None:
-        return
-    util.check_same_folder(log.parent)
+def report(record: dict, folder: Path) -> None:
+    """Append a record to the run's log.jsonl. Its `step` says how many updates came before it. A validation that is
+    there already is not written again: the run was stopped after it, and goes on."""
+    log = folder / "log.jsonl"
+    util.check_same_folder(folder)
     if "val" in record and any("val" in r and r["step"] == record["step"] for r in read_lines(log, {"step": int})):
         return
     with open(log, "a", newline="\n") as file:
@@ -251,8 +250,7 @@ def tell_what_is_next(saved: int, args: Namespace, validation: dict[str, float] 
         print(f"at the validation after step {validation['step']}: {verdict(validation)}")
         print(rise(validation, Path(args.out_dir) / "log.jsonl"), end="")
     if saved < args.max_iters:
-        script = sys.argv[0] if sys.argv[0].startswith("-m ") else quoted(sys.argv[0])
-        again = f"python {script} --init_from resume --out_dir {quoted(args.out_dir)}"
+        again = f"python {quoted(sys.argv[0])} --init_from resume --out_dir {quoted(args.out_dir)}"
         print(f"saved at step {saved} of {args.max_iters}; go on with: {again}")
     else:
         print(f"done; what it does now: python evaluate.py --ckpt {quoted(args.out_dir)}")
