@@ -179,6 +179,7 @@ def update(
     n_real = corpus.rows["train"].count_real(row, args.batch_size)
     loss = 0.0
     terms = []
+    drawn = torch.get_rng_state()
     for batch in micro_batches(corpus, "train", row, args.batch_size, it, model, args):
         part, part_terms = step(model, batch, args)
         (part / n_real).backward()
@@ -187,6 +188,8 @@ def update(
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP))
     if second and "m2t_B" in terms[0]:
         tell_what_does_not_learn(model)
+    if second and not torch.equal(drawn, torch.get_rng_state()):
+        print("the step draws from torch's own generator: a resumed run draws anew; take batch.draws (lib.util.uniform)")
 
     # update, at the schedule's rate
     share = cosine(it, args.max_iters)
