@@ -189,7 +189,7 @@ def update(
     if second and "m2t_B" in terms[0]:
         tell_what_does_not_learn(model)
     if second and not torch.equal(drawn, torch.get_rng_state()):
-        print("the step draws from torch's own generator: a resumed run draws anew; take batch.draws (lib.util.uniform)")
+        print("the step draws from torch's own generator, so a resumed run draws anew: take batch.draws")
 
     # update, at the schedule's rate
     share = cosine(it, args.max_iters)
