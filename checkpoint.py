@@ -1,8 +1,8 @@
 """The folders that train.py and convert_weights.py write, and how they are read. load_model reads either kind.
 
 a model's folder
-    config.json            the model's geometry and ids, and its kind of Stage B; it is written last, so a folder that
-                           has one is whole
+    config.json            the model's geometry and ids, its kind of Stage B, and whether it is int8; it is written
+                           last, so a folder that has one is whole
     model.safetensors      all tensors, or shards of them with model.safetensors.index.json
     tokenizer.json         the tokenizer, copied from the rows, or from the released checkpoint
     meta.json              how the text can be checked: as names, as a toy, or not at all; copied from the rows
@@ -103,7 +103,12 @@ def empty_model(cfg: Config, seed: int = 0) -> Model:
     class has made it; what the class draws depends on the seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return STAGE_B[cfg.stage_b](cfg)
+        model = STAGE_B[cfg.stage_b](cfg)
+    if cfg.int8:
+        from lib.int8 import use_int8
+
+        use_int8(model)
+    return model
 
 
 def new_model(cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu") -> Model:
@@ -175,7 +180,7 @@ def read_config(folder: Path, **changes) -> Config:
         fail(f"{path} is a released checkpoint's: `python convert_weights.py --src {quoted(folder)} --out DIR` first")
 
     # every field must be there, because a default could be another model's value; only these came later
-    raw = {name: getattr(Config, name) for name in ("router", "stage_b", "decoder", "window")} | raw
+    raw = {name: getattr(Config, name) for name in ("router", "stage_b", "decoder", "window", "int8")} | raw
     known = {field.name: field.type for field in fields(Config)}
     for name in sorted(raw.keys() - known.keys()):
         fail(f"{path}: unknown field {name}: it may change the model")
@@ -215,9 +220,9 @@ def load_model(
 ) -> Model:  # fmt: skip
     """The model in a model's folder, or an adapter's base with the adapter on it.
 
-    Parameters get `dtype`; adapters and expert_bias stay as they are stored. stage_b: the kind of Stage B that will be
-    trained on a base (left out: the folder's own), and seed: of what its class draws. sizes: other values of n_last,
-    n_rounds and block_length.
+    Parameters get `dtype`; adapters stay float32, and expert_bias and the tensors of an int8 model stay as they are
+    stored. stage_b: the kind of Stage B that will be trained on a base (left out: the folder's own), and seed: of what
+    its class draws. sizes: other values of n_last, n_rounds and block_length.
     """
     folder = Path(folder)
     base = base_of(folder)
@@ -231,9 +236,11 @@ def load_model(
     model.base_hash = base_hash(base)
     state = {}
     for name, tensor in read_tensors(weight_files(base)):
-        check_floats(base, {name: tensor})
+        kept = model.cfg.int8 or name.endswith("expert_bias")
+        if not kept:
+            check_floats(base, {name: tensor})
         refuse_nan(base, name, tensor)
-        state[name] = tensor.to(device=device, dtype=tensor.dtype if name.endswith("expert_bias") else dtype)
+        state[name] = tensor.to(device=device, dtype=tensor.dtype if kept else dtype)
     if "wte.weight" in state:
         model.begin_from(state)
     check_fit(base, state, expected, "the checkpoint is incomplete, or another model's")

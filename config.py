@@ -44,6 +44,7 @@ class Config:
     router: str = "grouped sigmoid"  # how experts are chosen, a name in layers.ROUTERS; it is learned with
     stage_b: str = "paper"  # the kind of Stage B, a name in checkpoint.STAGE_B
     decoder: str = "llada"  # how the base decodes without a Stage B, a name in decoding.SETTINGS
+    int8: bool = False  # are the matrices integers, see lib/int8.py? They cannot learn
 
 
 # --- presets

@@ -281,12 +281,18 @@ def ids_of(src: Path, raw: dict, family: Family, vocab_size: int) -> dict[str, i
 
 
 # --- writing
-def copies(src: Path) -> Files:
-    """The files about text in another folder, to be copied."""
-    return {name: partial(copy_file, src / name) for name in TEXT if (src / name).exists()}
+def copies(src: Path, *names: str) -> Files:
+    """These files of another folder, to be copied, if they exist."""
+    return {name: partial(copy_file, src / name) for name in names if (src / name).exists()}
 
 
-def write_checkpoint(out: Path, shards: list[Shard], files: Files) -> None:
+def save_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+    save_tensors(path, tensors, {"format": "pt"})  # transformers reads no file without this entry
+
+
+def write_checkpoint(
+    out: Path, shards: list[Shard], files: Files, save: Callable[[Path, dict], None] = save_shard
+) -> None:
     """Write the shards (one at a time is in memory), then their index, then the other files, config.json last."""
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     weight_map = {}
@@ -298,7 +304,7 @@ def write_checkpoint(out: Path, shards: list[Shard], files: Files) -> None:
             tensors = shard()
             for tensor in tensors:
                 refuse_nan(f"what goes into {out}", tensor, tensors[tensor])
-            save_tensors(out / name, tensors, {"format": "pt"})  # transformers reads no file without this entry
+            save(out / name, tensors)
             weight_map |= dict.fromkeys(tensors, name)
             size += sum(tensor.nbytes for tensor in tensors.values())
             del tensors  # before the next ones come
@@ -330,7 +336,7 @@ def convert(src: Path, out: Path, block_length: int | None = None) -> None:
         if not torch.equal(found["lm_head.weight"], found[embedding]):
             fail(f"{src}: tie_word_embeddings is true, but lm_head.weight differs from {embedding}: which is meant?")
 
-    files = copies(src)
+    files = copies(src, *TEXT)
     files["released_config.json"] = partial(copy_file, src / "config.json")
     files["config.json"] = partial(write_json, value=asdict(cfg))
     write_checkpoint(out, [partial(our_tensors, found, shard) for shard in shards], files)

@@ -47,12 +47,15 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        y = F.linear(x, self.weight.to(x.dtype), bias)
+        y = self.product(x)
         if self.lora_A is None:
             return y
         down = F.linear(x, self.lora_A.to(x.dtype))
         return y + LORA_SCALE * F.linear(down, self.lora_B.to(x.dtype))
+
+    def product(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 class RMSNorm(nn.Module):
@@ -119,13 +122,16 @@ class MoE(nn.Module):
         rows = F.embedding(order // self.cfg.n_active, x)  # x[order // A], with a faster backward
 
         # run every expert on its rows
-        gate_up = F.grouped_mm(rows, self.gate_up.to(rows.dtype).transpose(1, 2), offs=ends)
-        gate, up = gate_up.chunk(2, dim=-1)
-        out = F.grouped_mm(F.silu(gate) * up, self.down.to(rows.dtype).transpose(1, 2), offs=ends)  # (N*A, C)
+        out = self.products(rows, ends)  # (N*A, C)
 
         # back to tokens: find the A rows of each token in `out`, and sum them with their weights
         place = order.argsort().view_as(chosen)
         return F.embedding_bag(place, out.float(), per_sample_weights=weights, mode="sum").to(x.dtype)
+
+    def products(self, rows: Tensor, ends: Tensor) -> Tensor:
+        gate_up = F.grouped_mm(rows, self.gate_up.to(rows.dtype).transpose(1, 2), offs=ends)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, self.down.to(rows.dtype).transpose(1, 2), offs=ends)
 
     def balance(self, rate: float) -> None:
         """Raise the bias of experts that were chosen too seldom, and lower that of the others (Wang et al., 2024)."""

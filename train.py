@@ -291,6 +291,8 @@ def start(args: Namespace, corpus: Corpus) -> Model:
         seed = generator(args.seed, "init").initial_seed() % 2**32
         model = checkpoint.load_model(args.init_from, device, dtype, args.stage_b, seed, **sizes)
         check_hash(args, "base_hash", model.base_hash, args.init_from)
+        if model.cfg.int8 and (type(model) is not Model or args.lora_r == 0):
+            fail(f"{args.init_from} is int8, and cannot learn: give --stage_b paper and a --lora_r above 0")
         if saves_adapter(args):
             model.adapt(args.lora_r, generator(args.seed, "lora"))
     model.compute_dtype = DTYPES[args.dtype]

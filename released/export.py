@@ -81,7 +81,7 @@ def to_hf(src: Path, out: Path) -> None:
     check_fit(base, found, expected, "the checkpoint is incomplete", dropped)
 
     # the other files: the markers, with the n for which they were trained; and the config
-    files = convert_weights.copies(base)
+    files = convert_weights.copies(base, *convert_weights.TEXT)
     markers = adapter.get("markers", found.get("markers"))
     if markers is not None:
         made_for = {"n_last": str(cfg.n_last)}

@@ -25,7 +25,7 @@ import train
 from lib import util
 from lib.run import interruptible, report, rewind_log, rise, verdict
 from lib.util import Mistake, alone_in, append_line, read_lines, replace_file, write_json
-from released import export
+from released import export, int8
 
 CPU = ["--device", "cpu"]
 SMALL = ["--batch_size", 2, "--max_iters", 2, "--eval_interval", 1, *CPU]
@@ -220,6 +220,7 @@ def killed_at(k: int, script, monkeypatch, argv: list[str]) -> None:
     (train, ["--data", "TREE/pairs", "--init_from", "TREE/toy", *SMALL, "--out_dir", "OUT"]),
     (convert_weights, ["--src", "TREE/released", *OUT]),
     (export, ["--to", "hf", "--src", "TREE/bytes", *OUT]),
+    (int8, ["--src", "TREE/bytes", *OUT]),
     (toy, ["pairs", "--rows", 64, *OUT]),
     (prepare, ["TREE/records/a.jsonl", *OUT]),
 ])  # fmt: skip

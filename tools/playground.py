@@ -122,8 +122,9 @@ def page_data(folders: list[Path]) -> dict:
     if tokenizer.pattern not in (WORDS, GPT2):
         fail(f"{base} has a tokenizer that the page cannot compute: it knows prepare.py's and plain ByteLevel ones")
     for folder, model in models.items():
-        if model.cfg.router != "grouped sigmoid" or model.cfg.stage_b not in ("paper", "causal"):
-            fail(f"{folder} has a router or a Stage B of your own: the page's engine.js cannot compute it")
+        own = model.cfg.router != "grouped sigmoid" or model.cfg.stage_b not in ("paper", "causal")
+        if own or model.cfg.int8:
+            fail(f"{folder} is int8, or has a router or a Stage B of your own: the page's engine.js cannot compute it")
     of_names = "names" in judge_of(base)
     draws = not of_names  # the most probable text repeats itself
 

@@ -31,13 +31,13 @@ def test_every_field_of_config_comes_back_or_is_refused(name, run, tmp_path, mon
     other |= dict(d_expert=24, n_expert=12, n_active=3, n_group=2, topk_group=1, n_shared=2, routed_scaling=1.5)
     other |= dict(eos_id=262, mask_id=261, rope_theta=7.0, rotary_dim=6, norm_eps=1e-5, max_len=96, window=64)
     other |= dict(block_length=4, qkv_bias=True, proj_bias=True, tied=True, n_last=1, n_rounds=1, decoder="left")
-    other |= dict(router="mine", stage_b="causal")
+    other |= dict(router="mine", stage_b="causal", int8=True)
     spec = merged_spec()
     spec["added_tokens"].append(spec["added_tokens"][0] | {"id": 262, "content": "[END]"})
-    model = byte_model(**dict(eos_id=260, mask_id=261) | ({} if name == "stage_b" else {name: other[name]}))
+    model = byte_model(**dict(eos_id=260, mask_id=261) | ({} if name in ("stage_b", "int8") else {name: other[name]}))
     save_model(model, tmp_path / "ours")
     write_json(tmp_path / "ours" / "tokenizer.json", spec)
-    if name in ("router", "stage_b"):
+    if name in ("router", "stage_b", "int8"):
         write_json(tmp_path / "ours" / "config.json", asdict(model.cfg) | {name: other[name]})
         assert f"no place for its {name}, {other[name]!r}" in run.fails(tmp_path / "ours")
         return
