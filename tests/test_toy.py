@@ -155,17 +155,6 @@ def test_rows_to_train_on_follow_the_seed_and_those_of_validation_never(tmp_path
 
 
 # --- the script
-def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
-    refuse = caller(toy, monkeypatch, capsys).fails
-    line = refuse("modes", "--out", tmp_path / "rows", "--rows", 10**8)
-    assert "take at most 8,388,608" in line and not (tmp_path / "rows").exists()
-
-    # a tokenizer that prepare.py has left there would make text of a toy's tokens
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "tokenizer.json").write_text("{}")
-    assert "holds a tokenizer.json" in refuse("modes", "--out", tmp_path / "text")
-
-
 def test_a_row_for_each_task(monkeypatch, capsys):
     """V, m, contexts and answers; H and TC; and the share of possible answers if one step draws."""
     lines = [line.split() for line in caller(toy, monkeypatch, capsys)().splitlines()]
