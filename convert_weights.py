@@ -219,9 +219,6 @@ def older_form(raw: dict, path: Path) -> dict:
     """A config.json of any version of transformers, with all about rotary embeddings beside the other fields, and each
     of the layers' types once."""
     rope = checked_entry({"rope_parameters": {}} | raw, "rope_parameters", dict, path)
-    for name in rope.keys() & raw.keys():
-        if rope[name] != raw[name]:
-            fail(f"{path}: {name} = {raw[name]!r}, and {rope[name]!r} in rope_parameters")
     flat = {name: value for name, value in (raw | rope).items() if name != "rope_parameters"}
     if isinstance(flat.get("layer_types"), list):
         flat["layer_types"] = sorted(map(str, {*flat["layer_types"]}))
