@@ -340,33 +340,22 @@ def evaluate_bits(models: dict[Path, Model], args: Namespace) -> None:
         fail(f"--hole {args.hole}: blocks have fewer tokens")
     corpus = read_corpus(data, seq_len, 0, length, 0)
 
-    bits = {}
     lines = []
     for folder, model in progress(models.items(), "bits"):
         for way, (title, d) in ways_of(folder, model, folder in args.ckpt).items():
             found = bits_of_rows(model, corpus, way, args.tokens, tokenizer, args.hole)
-            bits[folder, way] = found["bits"] / found["tokens"]
             a_byte = f"{found['bits'] / found['bytes']:.3f}" if found["bytes"] else ""
             if args.hole:
                 more = [f"{1 - found['missed'] / found['blocks']:.3f}"]
             else:
                 more = [f"{ms_a_token(model, corpus, d, n):.2f}" for n in (1, 16)]
             title = f"{folder}  {title}, blocks of {model.cfg.block_length}"
-            lines.append([title, f"{bits[folder, way]:.3f}", a_byte, *more])
+            lines.append([title, f"{found['bits'] / found['tokens']:.3f}", a_byte, *more])
 
     masks = f"{args.hole} masks in the middle of each block" if args.hole else "each block from masks"
     threads = torch.get_num_threads()
     print(f"{found['tokens']:,} held-out tokens of {data} in rows of {seq_len}, {masks}; threads: {threads}")
     print_table(["", "bits a token", "a byte", *(["exact"] if args.hole else ["ms a token", "of 16 texts"])], lines)
-
-    # what the figures mean
-    for folder in args.ckpt:
-        base = base_of(folder)
-        if (folder, "Stage B") in bits and (base, "Stage A") in bits:
-            saved = bits[base, "Stage A"] - bits[folder, "Stage B"]
-            most = bits[base, "Stage A"] - bits[base, "one at a time"]
-            print(f"{folder}: Stage B writes a block at once, and saves {saved:.3f} bits a token; its base saves "
-                  f"{most:.3f} one at a time")  # fmt: skip
 
     if tokenizer:
         print(f'next: python sample.py --ckpt {quoted(args.ckpt[0])} --prompt "..." --temperature 1')
