@@ -342,9 +342,7 @@ def check_base(folder: Path, found: str) -> None:
 def base_hash(folder: Path) -> str:
     """A hash of all of a base that decides what a model on it writes, in 16 hex digits: config.json without the sizes
     that an adapter has of its own, tokenizer.json, and of every file of weights its size and 4,096 pieces of 16 bytes.
-
-    So the hash changes if most numbers of a large tensor change, as in training, and yet 32 GB need not be read. In
-    another dtype, or in other shards, the same weights have another hash.
+    In another dtype, or in other shards, the same weights have another hash.
     """
     config = {k: v for k, v in read_json(folder / "config.json", "checkpoint config").items() if k not in SIZES}
     digest = hashlib.sha256(json.dumps([config, meaning(folder, {})], sort_keys=True).encode())

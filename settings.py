@@ -1,7 +1,4 @@
-"""The settings of a training run: the flags of train.py and base.py, and what they must fit.
-
-The settings of a run are those of its command line, on top of those of --config, or of the run that is resumed.
-"""
+"""The settings of a training run: the flags of train.py and base.py, and what they must fit."""
 
 import argparse
 import tomllib

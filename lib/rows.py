@@ -114,7 +114,7 @@ class Rows:
 
     Training reads an endless stream of all rows in random order, again and again. Row i of the stream is a function of
     the rows, the seed, the sizes and i alone. All rows of a batch have one width, so that a row's random numbers, which
-    depend on it, do not depend on the rows beside it. With one width for all, names would have 2.8 times the positions.
+    depend on it, do not depend on the rows beside it.
     """
 
     def __init__(

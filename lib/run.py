@@ -81,10 +81,8 @@ def save_settings(args: Namespace) -> None:
 
 
 def written_from(folder: Path, place: Path | str) -> str:
-    """How a file in `folder` names a place, so that both may be moved together: relative where possible."""
-    path = os.path.realpath(place)
-    with suppress(ValueError):  # on another drive of Windows
-        path = os.path.relpath(path, os.path.realpath(folder))
+    """How a file in `folder` names a place, so that both may be moved together."""
+    path = os.path.relpath(os.path.realpath(place), os.path.realpath(folder))
     return "scratch" if place == "scratch" else Path(path).as_posix()
 
 
