@@ -35,7 +35,7 @@ from lib.names import draw_names, exists
 from lib.rows import Batch, Corpus, get_batch, read_corpus
 from lib.run import setting_of_run
 from lib.tokenizer import Tokenizer, load_tokenizer
-from lib.util import Parser, bounded, checked_entry, command, fail, pick_device, print_table, progress, quoted
+from lib.util import Parser, bounded, command, fail, pick_device, print_table, progress, quoted
 from model import Model
 from sample import SELECT, generate
 
@@ -81,11 +81,8 @@ def forwards(model: Model, outputs: list[Output]) -> float:
 # --- toys
 def task_of(folder: Path) -> toy.Toy | None:
     """The toy that a checkpoint was trained on; None if it was trained on other rows."""
-    about = judge_of(folder)
-    if "toy" not in about:
-        return None
-    name = checked_entry(about, "toy", str, base_of(folder) / "meta.json")
-    return toy.make(name, **{key: value for key, value in about.items() if key != "toy"})
+    about = dict(judge_of(folder))
+    return toy.make(about.pop("toy"), **about) if "toy" in about else None
 
 
 @torch.no_grad()
@@ -217,8 +214,6 @@ def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
     written = {}
     for folder, name, d in progress(rows, "evaluate"):
         tokenizer = load_tokenizer(base_of(folder))
-        if tokenizer is None:
-            fail(f"{folder} has no tokenizer.json to read names with")
         prompts = draw_names(args.prompts, "held out", tokenizer)
         found = complete(models[folder], tokenizer, prompts, replace(d, gen_length=NAME_LENGTH))
         figures = [f"{found['exist']:.3f}", f"{found['forwards']:.2f}", f"{found['per_token']:.3f}"]
