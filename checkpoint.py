@@ -258,9 +258,9 @@ def load_model(
 
 def judge_of(folder: Path) -> dict:
     """What judges the texts of a model, see lib.rows.Meta; {} if nothing does."""
-    path = base_of(folder) / "meta.json"
-    about = read_json(path, "meta.json of the rows") if path.exists() else {}
-    return checked_entry(about, "judge", dict, path) if about.get("judge") is not None else {}
+    base = base_of(folder)
+    meta = read_meta(base) if (base / "meta.json").exists() else None
+    return (meta and meta.judge) or {}
 
 
 # --- an adapter's folder

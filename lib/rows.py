@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lib.util import WALK, checked_entry, copy_file, fail, generator, read_json, reading, replace_file, write_json
+from lib.util import WALK, copy_file, fail, generator, read_json, reading, replace_file, write_json
 
 # R rows, T positions of a row
 
@@ -86,11 +86,8 @@ def copy_tokens(source: Path, folder: Path) -> None:
 def read_meta(folder: Path) -> Meta:
     path = folder / "meta.json"
     about = read_json(path, "folder of rows (prepare.py and toy.py write one)")
-    numbers = [checked_entry(about, name, int, path) for name in ("vocab_size", "eos_id", "mask_id", "n_plain")]
-    block_length = about.get("block_length") and checked_entry(about, "block_length", int, path)
-    judge = about.get("judge") and checked_entry(about, "judge", dict, path)
-    not_plain = checked_entry({"not_plain": []} | about, "not_plain", list, path)
-    return Meta(*numbers, block_length, judge, not_plain)
+    with reading(path, "folder of rows", WALK):
+        return Meta(**about)
 
 
 def read_split(path: Path) -> tuple[Tensor, Tensor, Tensor]:

@@ -124,10 +124,10 @@ READERS = [
     ("bytes", "tokenizer.json", sample, DECODE, {"model/vocab": None, "added_tokens/0": 4, "added_tokens/1/id": "4"}),
     ("adapter", "adapter.json", sample, DECODE, {"base": "nowhere", "n_last": 4.5, "stage_b": "x", "lora_r": 0}),
     ("adapter", "adapter.safetensors", sample, DECODE, {"markers/dtype": "I32", "markers": GONE}),
-    ("toy", "meta.json", evaluate, ["--ckpt", "IT", *CPU], {"judge": []}),
+    ("toy", "meta.json", evaluate, ["--ckpt", "IT", *CPU], {}),
     ("toy", "train.json", train, RESUME, {"init_from": GONE, "seq_len": "x", "unknown": 1}),
     ("toy", "state.safetensors", train, RESUME, {"param.markers/shape": [9], "__metadata__": GONE}),
-    ("pairs", "meta.json", train, IT, {"vocab_size": "x", "mask_id": GONE}),
+    ("pairs", "meta.json", train, IT, {"mask_id": GONE}),
     ("pairs", "train.safetensors", train, IT, {"ids/shape": [4], "starts/dtype": "I32", "prompts": GONE}),
     ("released", "config.json", convert_weights, ["--src", "IT", *OUT], {"num_experts": None, "use_bias": True}),
 ]  # fmt: skip
