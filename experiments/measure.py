@@ -4,8 +4,8 @@ bits     bits a byte of 16,384 held-out bytes, each block from masks, in each wa
 draws    forwards a byte of 16 drawn texts, and ms a byte, for one text alone and for 16 together
 names    the share of 512 held-out names that exist, forwards a name, and how many of the real names are of the training
          half, for each row that evaluate.py has, and for opponents
-controls the share of right greedy answers (names that exist, or a toy's joint modes) with Stage B off, on, and by the
-         controls of released/ablation.py; answers gained and lost against Stage B off, and McNemar's exact p
+controls how many of 1,500 greedy names exist with Stage B off, on, and by the controls of released/ablation.py; names
+         gained and lost against Stage B off, and McNemar's exact p
 
 python -m experiments.measure bits --ckpt assets/shakespeare/causal --system causal --seed 1 --out out/bits.jsonl
 python -m experiments.measure names --ckpt assets/names/paper --system paper --seed 1 --out out/names.jsonl
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from checkpoint import base_of, judge_of, load_model
 from decoding import CAUSAL, PAPER, up_to_eos
-from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, bits_of_rows, complete, forwards, rows_of, task_of
+from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, bits_of_rows, complete, forwards, rows_of
 from lib.names import draw_names, exists
 from lib.rows import read_corpus
 from lib.tokenizer import load_tokenizer
@@ -142,25 +142,13 @@ def beam_by_token(model: Model, prompt: list[int], U: int) -> tuple[list[int], i
 def controls(args: Namespace) -> Iterator[dict]:
     """At the paper's gate, and at one of .3, where steps fill more masks."""
     model = load(args.ckpt)
-    task = task_of(args.ckpt)
-    if task:
-        prompts = task.prompt(torch.arange(task.n_ctx)).tolist()
-        length = task.m
-    else:
-        tokenizer = load_tokenizer(base_of(args.ckpt))
-        prompts = list(draw_names(N_CONTROLS, "held out", tokenizer).values())
-        length = NAME_LENGTH
-
+    tokenizer = load_tokenizer(base_of(args.ckpt))
+    prompts = list(draw_names(N_CONTROLS, "held out", tokenizer).values())
     for gate in (0.7, 0.3):
         for row in ("off", COCOMMIT, *CONTROLLED) if model.trained_b else (BASE,):
             d, step = decoder_of(row, model.cfg.n_rounds)
-            outputs = generate(model, prompts, replace(d, tau_m2t=gate, gen_length=length, holes=True), step=step)
-            if task:
-                answers = [o.tokens + [task.eos_id] * (task.m - len(o.tokens)) for o in outputs]
-                log_p = task.log_prob(torch.arange(task.n_ctx), torch.tensor(answers))
-                right = (log_p >= task.prob.amax(-1).log() - 1e-9).tolist()
-            else:
-                right = [exists(tokenizer.decode(o.prompt + o.tokens)) is not None for o in outputs]
+            outputs = generate(model, prompts, replace(d, tau_m2t=gate, gen_length=NAME_LENGTH, holes=True), step=step)
+            right = [exists(tokenizer.decode(o.prompt + o.tokens)) is not None for o in outputs]
             if row in ("off", BASE):
                 off, written = right, [o.tokens for o in outputs]
 
