@@ -34,8 +34,6 @@ def as_written(prompt: str) -> str:
     """A typed beginning in the form of names: in upper case, and each _ is a hole. A blank belongs to the token after
     it, so there is none at the end or before a hole."""
     text = prompt.upper().replace("_", MASK)
-    if prompt != prompt.upper():
-        print(printable(f"names are in upper case: {text}"))
     return re.sub(rf"\s+({MASK}|$)", r"\1", text)
 
 
