@@ -106,6 +106,13 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, user_path)
         self.register("action", None, Given)
 
+    def parse_known_args(self, args=None, namespace=None):
+        # argparse would read --prompt=-- as a flag without a value
+        for word in sys.argv[1:] if args is None else args:
+            if re.fullmatch("--[^=]+=--", word):
+                self.error(f"{word}: -- cannot be a value")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         if message.endswith(("expected one argument", "expected at least one argument")):
             message += "; one that begins with a dash is given with =, as in --prompt=-->"
@@ -122,9 +129,11 @@ class Given(argparse.Action):
 
 
 def user_path(text: str) -> Path:
-    """The path that a user has typed: ~/runs is a folder at home."""
+    """The path that a user has typed: ~/runs is a folder at home. It is printed as it is, so it must be printable."""
     if not text:
         raise argparse.ArgumentTypeError("this path is empty")
+    if printable(text) != text or "\n" in text:
+        raise argparse.ArgumentTypeError(f"this path has control characters in it: {text!r}")
     return Path(os.path.expanduser(text))
 
 

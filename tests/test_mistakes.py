@@ -71,8 +71,10 @@ def placed(argv: list, **folders: Path) -> list[str]:
 
 # --- what is typed: a command, and what its one line says
 TYPED = [
-    # a value with a dash
+    # a value with a dash or control characters
     (sample, [*SAMPLE, "--prompt", "-->"], "with =, as in --prompt=-->"),
+    (sample, ["--prompt=--"], "--prompt=--: -- cannot be a value"),
+    (sample, [*SAMPLE, "--ckpt", "a\x1b[2J"], r"control characters in it: 'a\x1b[2J'"),
     # no such place, a place of another kind, one that is taken
     (train, ["--config", "TREE/none.toml", *TOY], "no config at TREE/none.toml"),
     (train, [*TEXT, "--init_from", "TREE/adapter"], "--init_from TREE/bytes"),
