@@ -89,22 +89,30 @@ def test_first_values_have_the_stated_size():
     assert {name: float(tensors[name].std()) for name in sizes} == approx(sizes, rel=0.05)
 
 
-# changes of a config that cannot be computed, or that cannot be meant
+# changes of a config that cannot be computed, or that cannot be meant: the first value that is too large or too small
 IMPOSSIBLE = [
+    (dict(n_head=0), "sizes are above 0"),
+    (dict(n_layer=1025), "n_layer is at most 1,024"),
     (dict(n_head=3), "n_kv_head divides n_head"),
-    (dict(rotary_dim=17), "rotary_dim"),
-    (dict(n_group=8), "in twos"),
-    (dict(n_last=9), "n_last is 1..4"),
     (dict(n_embd=60), "multiples of 8"),
-    (dict(block_length=129), "block_length is 1..128"),
-    (dict(mask_id=272), "vocabulary"),
-    (dict(mask_id=-1), "vocabulary"),
-    (dict(n_rounds=2000), "n_rounds is 1..1,024"),
-    (dict(max_len=10**12), "sizes are 0..1,048,576"),
-    (dict(window=-5), "sizes are 0..1,048,576"),
+    (dict(d_expert=28), "multiples of 8"),
+    (dict(rotary_dim=15), "rotary_dim is even, and at most head_dim"),
+    (dict(rotary_dim=18), "rotary_dim is even, and at most head_dim"),
+    (dict(n_expert=9), "n_group divides n_expert"),
+    (dict(n_group=8), "in twos"),
+    (dict(topk_group=5), "topk_group is 1..n_group"),
+    (dict(n_active=5), "n_active experts fit into topk_group groups"),
+    (dict(n_last=5), "n_last is 1..4"),
+    (dict(n_rounds=1025), "n_rounds is 1..1,024"),
+    (dict(max_len=2**20 + 1), "sizes are 0..1,048,576"),
+    (dict(window=-1), "sizes are 0..1,048,576"),
     (dict(d_dense=0), "d_dense"),
     (dict(n_shared=0), "n_shared"),
     (dict(rope_theta=0.0), "rope_theta"),
+    (dict(norm_eps=-1e-6), "norm_eps"),
+    (dict(block_length=129), "block_length is 1..128"),
+    (dict(mask_id=272), "vocabulary"),
+    (dict(mask_id=-1), "vocabulary"),
     (dict(eos_id=257), "eos_id and mask_id, both 257, are two tokens"),
     (dict(router="no such router"), ", not 'no such router'"),
 ]
@@ -118,9 +126,16 @@ def test_a_config_that_cannot_be_meant_is_refused(change, words, base):
     assert words in line and str(path) in line
 
 
-@pytest.mark.parametrize("name", config.PRESETS)
-def test_a_preset_is_possible(name):
-    config.check_config(config.PRESETS[name])
+@pytest.mark.parametrize("cfg", [
+    *PRESETS.values(),
+    # the least and the greatest values
+    tiny_config(n_kv_head=1, n_group=1, topk_group=1, n_active=1, n_rounds=1, n_last=1, block_length=1),
+    tiny_config(n_layer=1024, n_rounds=1024, rotary_dim=16, max_len=2**20, n_dense=0, d_dense=0),
+    # without experts
+    tiny_config(n_dense=4, n_embd=60, n_expert=0, n_group=0, topk_group=0, n_active=0, d_expert=0, n_shared=0),
+])  # fmt: skip
+def test_a_possible_config(cfg):
+    config.check_config(cfg)
 
 
 def test_a_config_without_a_field_is_refused(base):

@@ -91,6 +91,19 @@ def test_with_exact_conditionals_chains_are_exact_and_the_product_pays_tc(task, 
     assert float(toy.kl(t.prob, one_step_table(None, t, False)).mean()) == approx(float(t.tc().mean()), abs=1e-9)
 
 
+def test_which_position_is_written_next_by_hand(monkeypatch):
+    """Alone the first position has .6 .4, and the second one, which is surer, .1 .9. After the second the first has .8
+    .2, and after the first the second has .5 .5. What is written already is sure, and is not written again."""
+    first = {(-1, -1): [0.6, 0.4], (-1, 0): [0.8, 0.2], (-1, 1): [0.8, 0.2]}
+    second = {(-1, -1): [0.1, 0.9], (0, -1): [0.5, 0.5], (1, -1): [0.5, 0.5]}
+    model_says = lambda z: [of.get(tuple(z), [0.99, 0.01]) for of in (first, second)]  # noqa: E731
+    says = lambda model, t, c, z, x=None: torch.tensor([*map(model_says, z.tolist())]).log().double()  # noqa: E731
+    monkeypatch.setattr(evaluate, "answer_log_probs", says)
+    t = Toy("two", 2, torch.tensor([[[0, 1], [1, 0]]]), torch.tensor([[0.5, 0.5]], dtype=torch.float64))
+    assert chain_table(None, t, False)[0].tolist() == approx([0.9 * 0.8, 0.1 * 0.2])
+    assert chain_table(None, t, True)[0].tolist() == approx([0.6 * 0.5, 0.4 * 0.5])
+
+
 def test_the_table_of_a_toy_by_hand(monkeypatch, capsys):
     """Exact conditionals lose TC in one step, and nothing one at a time; this Stage B loses half a nat more at each of
     four positions. Of the answers in four contexts one is the likeliest, one is possible, two are neither. Each costs a

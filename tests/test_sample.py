@@ -223,6 +223,7 @@ def test_a_block_that_never_ends_is_left_with_a_warning(monkeypatch):
     monkeypatch.setattr(model, "logits", lambda h: logits.expand(len(h), -1, -1))
     out = assert_as_specified(model, [prompt(3)], Decoding(gen_length=5))[0]
     assert out.tokens == [MASK] * 5 and "no step fills them" in out.warning
+    assert out.nfe["full"] == 1  # greedy, a step that changes nothing is the last; a draw may be another one
     monkeypatch.setattr(sample, "MAX_STEPS", 6)
     out = generate(model, [prompt(3)], Decoding(gen_length=5, temperature=0.01))[0]
     assert out.nfe["full"] == 6 + 8 and out.warning
@@ -242,12 +243,14 @@ TRAINED = replace(PAPER, n_rounds=2)
     ("paper", "--tau_t2t none --select left", replace(TRAINED, tau_t2t=None, select="left")),
     ("causal", "--tau_m2t 0.5 --beam 4", replace(CAUSAL, tau_m2t=0.5, beam=4)),
     ("a2d", "", SETTINGS["a2d"]),
+    ("causal", "--n_rounds 0 --select left", replace(RELEASED, select="left")),
     # what is drawn is not drawn again, unless that is asked for
     ("paper", "--temperature 1", replace(TRAINED, temperature=1.0, tau_t2t=None)),
     ("paper", "--temperature 1 --tau_t2t 0", replace(TRAINED, temperature=1.0)),
     # a flag that the step does not read is refused
     ("causal", "--select left", "causal Stage B does not read it, the paper's step does"),
     ("paper", "--beam 2", "paper Stage B does not read it, causal Stage B does"),
+    ("causal", "--n_rounds 0 --beam 2", "Stage A does not read it"),
     ("paper", "--top_k 4", "nothing without a temperature"),
     ("paper", "--tau_m2t all --select left", "--tau_m2t all fills all masks"),
     ("paper", "--n_rounds 3", "markers for 0..2 rounds"),
