@@ -18,7 +18,7 @@ import causal
 from cache import Engine
 from causal import CausalModel, bundle_mask, token_before
 from corrupt import kinds
-from decoding import ALL, CAUSAL, PAPER, Decoding
+from decoding import ALL, CAUSAL, Decoding
 from lib.rows import Batch
 from lib.util import generator
 from model import Context, Model
@@ -258,11 +258,3 @@ def test_the_papers_decoder_on_causal_weights_equals_the_specification():
     texts = [prompt(3), prompt(8), holed(16, 3, 9, 12), holed(13, 10, 12)]
     outputs = assert_as_specified(causal_model(std=0.15), texts, d, denoise)
     assert all(out.nfe["partial"] > 0 for out in outputs)
-
-
-def test_the_papers_settings_cost_no_step_more():
-    """Nothing is edited, so a block ends with its last mask, whatever tau_t2t says."""
-    model = causal_model()
-    d = replace(CAUSAL, gen_length=9)
-    ours, papers = (generate(model, PROMPTS, replace(d, tau_t2t=tau))[0].nfe for tau in (None, PAPER.tau_t2t))
-    assert ours == papers

@@ -1,7 +1,6 @@
 """Folders of weights: what comes back, what is refused, whose base is whose. `pytest tests/test_checkpoint.py`"""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,7 +71,6 @@ def test_more_rounds_than_were_trained_begin_at_zero_and_fewer_are_cut(base):
 
 
 def test_nan_in_an_adapter_is_named(adapter):
-    """(sample.py and evaluate.py say where logits are not finite.)"""
     path, name = adapter / "adapter.safetensors", "layers.3.attn.qkv.lora_B"
     tensors = load_file(path)
     tensors[name].view(-1)[5] = float("nan")
@@ -226,10 +224,3 @@ def test_a_base_that_is_replaced_while_an_adapter_learns_is_said(base, tmp_path)
     with pytest.raises(Mistake, match="was replaced while an adapter was trained on it"):
         save_adapter(model, tmp_path / "adapter", base, 4)
     assert not (tmp_path / "adapter").exists()
-
-
-def test_a_library_call_leaves_the_interpreter_alone(base):
-    before = torch.get_num_threads()
-    load(base)
-    assert torch.get_num_threads() == before
-    assert sys.excepthook is sys.__excepthook__  # Ctrl-C in a session that has imported these files

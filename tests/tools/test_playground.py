@@ -218,8 +218,7 @@ def test_a_page_of_text_draws(tmp_path, monkeypatch):
 @in_browser
 def test_the_shipped_page_opens_with_two_held_out_names_and_agrees_with_sample_and_evaluate(tmp_path):
     """Each decoder writes what sample.py writes, in as many forwards, and counts what a row of evaluate.py counts. What
-    is typed is upper case, with _ for a mask, and is in the address. The Enter that ends a composition submits nothing.
-    And the page works inside another one, as srcdoc."""
+    is typed is upper case, with _ for a mask, and is in the address."""
     prompts = draw_names(4, "held out", TOKENIZER)
     script = """
         const seen = [...document.querySelectorAll("#seen tbody tr")].map((row) =>
@@ -236,25 +235,12 @@ def test_the_shipped_page_opens_with_two_held_out_names_and_agrees_with_sample_a
         const bold = document.querySelectorAll("main b").length;
         type("box _ a");
         const typed = [$("prompt").value, location.hash, traces[0].asked.includes(1023)];
-        const before = traces;
-        for (const how of [{keyCode: 229}, {isComposing: true}])
-            $("prompt").dispatchEvent(new KeyboardEvent("keydown", {key: "Enter", cancelable: true, ...how}));
-        const submitted = traces !== before;
-        const frame = document.createElement("iframe");
-        frame.srcdoc = given.inside;
-        document.body.append(frame);
-        await new Promise((resume) => frame.addEventListener("load", resume));
-        const of = (id) => frame.contentDocument.getElementById(id);
-        while (!of("wrong").textContent && of("seen").rows.length < 2)
-            await new Promise((resume) => setTimeout(resume, 50));
-        const framed = [of("wrong").textContent, of("seen").rows.length];
         const {bottom} = $("run").getBoundingClientRect();
-        return {seen, counts, bottom, bold, typed, submitted, framed};
+        return {seen, counts, bottom, bold, typed};
     """
     page = playground.page(SHIPPED)
     assert len(page.encode()) <= 7e6
-    inside = playground.page(small_models(tmp_path)[:1])
-    found = answer(tmp_path, page, script, hostile=HOSTILE, inside=inside, n=len(prompts))
+    found = answer(tmp_path, page, script, hostile=HOSTILE, n=len(prompts))
     models = list(map(read, [BASE, *SHIPPED]))
     for [name, *lines], counts in zip(found["seen"], found["counts"], strict=True):
         model, d = asked(name, models)
@@ -267,9 +253,7 @@ def test_the_shipped_page_opens_with_two_held_out_names_and_agrees_with_sample_a
             cost = math.floor(100 * cost + 0.5) / 100  # as toFixed(2)
             assert line == f"{written}{'✓' if exists(written) else '✗'} {verdict(written)}forwards: {cost:g}", name
     assert len(found["seen"]) == len(SHOWN) and found["bottom"] < 800
-    assert found["bold"] == 0 and not found["submitted"]
-    assert found["typed"] == ["BOX ▒ A", "#prompt=BOX+_+A", True]
-    assert found["framed"] == ["", 7]
+    assert found["bold"] == 0 and found["typed"] == ["BOX ▒ A", "#prompt=BOX+_+A", True]
 
 
 def test_one_command_writes_one_page_that_asks_nothing_of_a_network(tmp_path, monkeypatch, capsys):
