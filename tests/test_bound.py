@@ -1,7 +1,4 @@
-"""The gate's bound (results/theorem): when the likeliest tokens, each by itself, are also the likeliest tuple.
-
-By enumeration of random joint tables. `pytest tests/test_bound.py`
-"""
+"""The gate's bound (results/theorem), by enumeration of random joint tables. `pytest tests/test_bound.py`"""
 
 import pytest
 import torch

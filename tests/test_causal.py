@@ -1,7 +1,4 @@
-"""Causal Stage B: what it sees, its probability of a bundle, its passes, its beam. `pytest tests/test_causal.py`
-
-On random weights, with Show not zero: nothing is hidden by what is not learned yet.
-"""
+"""Causal Stage B: what it sees, its probability of a bundle, its passes, its beam. `pytest tests/test_causal.py`"""
 
 import itertools
 from argparse import Namespace

@@ -1,7 +1,4 @@
-"""What decoders do where every answer can be checked. `pytest tests/test_evaluate.py`
-
-A small model of a toy is trained here; the statements are theorems plus "the marginals were learned".
-"""
+"""What decoders do where every answer can be checked. `pytest tests/test_evaluate.py`"""
 
 import re
 from types import SimpleNamespace

@@ -1,8 +1,4 @@
-"""Text to ids and back: bytes, merges, and which library reads what. `pytest tests/test_tokenizer.py`
-
-The ids of the released tokenizer are in test_convert.py. What the `tokenizers` library reads is tested where it is
-installed.
-"""
+"""Text to ids and back: bytes, merges, and which library reads what. `pytest tests/test_tokenizer.py`"""
 
 import json
 import sys

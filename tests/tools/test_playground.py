@@ -1,6 +1,4 @@
-"""The page's engine against PyTorch. `pytest tests/tools/test_playground.py`; most of it needs a browser: apt install
-chromium.
-"""
+"""The page's engine against PyTorch, in a browser (apt install chromium). `pytest tests/tools/test_playground.py`"""
 
 import html
 import json
