@@ -166,8 +166,7 @@ def traced(model, prompts: list[list[int]], d: Decoding, **how) -> tuple[list[Ou
 
 
 def assert_as_specified(model, prompts, d: Decoding, step=None) -> list[Output]:
-    """Rows together, with a cache, and a row alone, without one, have the same tokens, forwards of each kind, and
-    blocks before every forward."""
+    """Rows together, with a cache, and a row alone have the same tokens, forwards, and blocks before each forward."""
     outputs, steps = traced(model, prompts, d, step=step)
     for prompt, out, row in zip(prompts, outputs, steps, strict=True):
         tokens, nfe, seen = generate_one(model, prompt, d, step)

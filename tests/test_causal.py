@@ -142,8 +142,7 @@ def test_decoding_equals_the_specification(d):
 
 @pytest.mark.parametrize("tau, temperature", [(ALL, 0.0), (ALL, 1.0), (0.01, 1.0)])
 def test_passes_find_what_is_found_in_order(tau, temperature, monkeypatch):
-    """Also in draws, which are functions of their random numbers and of the tokens before them. In order, a pass makes
-    one token final."""
+    """Also in draws, by the same random numbers. In order, a pass makes one token final."""
     # smaller weights, whose draws are likely enough to be written together
     model = causal_model(std=0.12, n_layer=3)
     d = replace(CAUSAL, gen_length=9, tau_m2t=tau, temperature=temperature)

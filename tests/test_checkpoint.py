@@ -137,8 +137,7 @@ def test_a_possible_config(cfg):
 
 
 def test_a_config_without_a_field_is_refused(base):
-    """A default could be another model's value. Older configs lack the fields that came later. Other programs write
-    whole numbers for real ones."""
+    """A default could be another model's value. Only fields that came later may lack, and 600000 is a real number."""
     path = base / "config.json"
     raw = json.loads(path.read_text()) | dict(rope_theta=600_000)
     del raw["router"], raw["stage_b"], raw["decoder"], raw["window"], raw["int8"]
@@ -150,8 +149,7 @@ def test_a_config_without_a_field_is_refused(base):
 
 
 def test_causal_stage_b_begins_as_the_bases_last_layers_and_a_map_of_zeros(base):
-    """So at first the token that a position is shown changes nothing. The copy has its own memory: the base's layers do
-    not change when it learns."""
+    """So at first the token that a position is shown changes nothing. The copy has its own memory."""
     causal = load(base, stage_b="causal", n_rounds=1, n_last=3)
     assert not causal.show.any()
     for own, of_base in zip(causal.layers_b, causal.layers[1:], strict=True):

@@ -50,8 +50,7 @@ def test_answer_log_probs(monkeypatch):
 
 
 def test_in_one_step_both_stages_pay_tc_and_one_at_a_time_nothing(tmp_path, monkeypatch, capsys):
-    """KL(p || prod q_i) = TC + sum_i KL(p_i || q_i), and after training the sum is below 2 % of TC. Stage B cannot get
-    below TC either."""
+    """KL(p || prod q_i) = TC + sum_i KL(p_i || q_i), in both stages. After training the sum is below 2 % of TC."""
     toy.write_toy(tmp_path / "rows", "pairs", dict(V=3, m=2), rows=20_000, seed=0)
     monkeypatch.setitem(PRESETS, "tiny", tiny_config(n_layer=2, n_embd=32, d_dense=64, n_rounds=1))
     caller(train, monkeypatch, capsys)(*PAIRS, "--data", tmp_path / "rows", "--out_dir", tmp_path / "run")

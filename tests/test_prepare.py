@@ -106,8 +106,7 @@ def test_lines_end_as_those_of_unix_and_a_byte_order_mark_is_no_text(tmp_path):
 
 
 def test_what_has_no_text_is_left_out_and_counted_in_one_line(tmp_path, capsys):
-    """A text that is not UTF-8, an empty one, a .json that is no record, lines that are none, and half of a
-    character."""
+    """Not UTF-8, empty, a .json that is no record, lines that are none, and half of a character."""
     (tmp_path / "b.bin").write_bytes(b"\x89\xff")
     (tmp_path / "d.txt").write_text("")
     (tmp_path / "package.json").write_text('{"name": "x"}')

@@ -20,8 +20,7 @@ from sample import SELECT, by_confidence, by_entropy, certified, denoise, from_t
 # --- the specification
 @pytest.mark.parametrize("seed", range(15))
 def test_generate_equals_the_specification_whatever_the_settings(seed, monkeypatch):
-    """Prompts may hold masks, which are filled or left. Blocks may be left with masks, or change back and forth until
-    no more steps are allowed."""
+    """Prompts may hold masks. Blocks may be left with masks, or change until no more steps are allowed."""
     draw = random.Random(seed)
     if seed >= 12:
         monkeypatch.setattr(sample, "MAX_STEPS", 0)

@@ -93,8 +93,8 @@ def test_pairs_and_groups_and_sums_are_what_their_docstrings_say():
 
 @pytest.mark.parametrize(("levels", "m", "rho"), [(2, 2, 0.9999), (8, 3, 0.3)])
 def test_gaussian_has_the_orthant_probabilities(levels, m, rho):
-    """All z_i are positive with probability 1/4 + asin(rho) / 2 pi for two of them, and 1/8 + 3 asin(rho) / 4 pi for
-    three. Each context shifts the levels, and the first tuple, (0, .., 0) before the shift, shows by how much."""
+    """All z_i are positive with probability 1/4 + asin(rho) / 2 pi for two, and 1/8 + 3 asin(rho) / 4 pi for three.
+    Each context shifts the levels, and the first tuple, (0, .., 0) before the shift, shows by how much."""
     t = make("gaussian", levels=levels, m=m, rho=rho, n_ctx=2)
     positive = ((t.support - t.support[:, :1]) % levels >= levels // 2).all(-1)
     expected = {2: 0.25 + math.asin(rho) / (2 * math.pi), 3: 0.125 + 3 * math.asin(rho) / (4 * math.pi)}[m]

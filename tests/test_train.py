@@ -211,8 +211,7 @@ def test_a_run_is_extended(tmp_path, run, monkeypatch, scratch):
 
 # --- all weights of a checkpoint
 def test_all_weights_of_a_checkpoint_learn(tmp_path, run, monkeypatch, capsys):
-    """With --lora_r 0 the run writes a model's folder, and the checkpoint that it starts from does not change. Sizes
-    that are left out are the checkpoint's."""
+    """With --lora_r 0, into a model's folder of its own. Sizes that are left out are the checkpoint's."""
     source = names_folder(tmp_path / "source", block_length=4)
     rows = byte_rows(tmp_path / "rows", prompt=-1, judge={"names": "0"})
     theirs = load_file(source / "model.safetensors")
@@ -229,8 +228,7 @@ def test_all_weights_of_a_checkpoint_learn(tmp_path, run, monkeypatch, capsys):
 
 # --- the rows of a step
 def test_a_step_of_ones_own_gets_its_rows_in_order(tmp_path, monkeypatch, scratch, pairs):
-    """Four at a time, and eight times as many to validate, also before the first step. A step is told how much of the
-    run is done."""
+    """Four at a time, and eight times as many to validate. A step is told how much of the run is done."""
     seen = []
     elapsed = []
 

@@ -47,8 +47,7 @@ in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt instal
 
 
 def small_models(folder: Path, spec: dict | None = None) -> list[Path]:
-    """A random base with this tokenizer (left out: that of names) and a window of two blocks, and adapters: the
-    paper's, with two rounds, and a causal one."""
+    """A random base (spec: its tokenizer, else that of names), the paper's adapter, of two rounds, and a causal one."""
     spec = spec or read_json(BASE / "tokenizer.json", "tokenizer")
     base = names_folder(folder / "base", spec, vocab_size=1024, window=16)
     random_adapter(folder / "paper", base)
@@ -190,8 +189,7 @@ def test_the_pages_tokenizer_and_judge_are_the_models(tmp_path):
 # --- pages
 @in_browser
 def test_a_page_of_text_draws(tmp_path, monkeypatch):
-    """It opens at temperature 1 and seed 0 with the first held-out beginning, which may have several lines, and draws
-    what sample.py draws. Another seed is another text."""
+    """It opens at temperature 1 and seed 0 with the first held-out beginning, and draws what sample.py draws."""
     base, *adapters = small_models(tmp_path, merged_spec())
     write_meta(base, replace(read_meta(base), judge=None))
     prompt = load_tokenizer(base).encode("ROMEO:\nA rose")
