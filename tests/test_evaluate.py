@@ -177,6 +177,13 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
     out = run(*argv, tmp_path / "one", tmp_path / "causal", "--tau_m2t", 0.9)
     assert out.count("as asked") == 2 and "base, " not in out
 
+    # of five completions Stage B changes four: two become names, one was a name, and one is none in either
+    written = {0: ["x", "x", "TILDE", "SPACE", "x"], 2: ["DIGIT ONE", "DIGIT TWO", "x", "SPACE", "y"]}
+    found = lambda *of: dict(exist=0, forwards=0, per_token=0, written=written[of[-1].n_rounds])  # noqa: E731
+    monkeypatch.setattr(evaluate, "complete", found)
+    out = run(*argv, tmp_path / "one", "--prompts", 5)
+    assert "Stage B changes 4 of 5 completions: 2 names gained, 1 lost" in out
+
 
 # --- bits
 WAYS = [("paper", "Stage A"), ("paper", "Stage B"), ("causal", "Stage B"), ("paper", "one at a time")]
@@ -264,5 +271,22 @@ def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
         f"{tmp_path / 'causal'}  causal Stage B, all at once",
     ]
 
-    assert "2 masks in the middle" in run(*short, tmp_path / "causal", "--hole", 2)
+    # what each Stage B saves of its base's bits, and what the base saves one at a time
+    bits = [float(number) for number in re.findall(r", blocks of 8 +([.\d]+)", out)]
+    saved = [bits[0] - bits[row] for row in (3, 1, 4, 1)]
+    assert [float(number) for number in re.findall(r"saves (-?[.\d]+)", out)] == approx(saved, abs=2e-3)
+
+    assert "8 masks in the middle" in run(*short, tmp_path / "causal", "--hole", 8)
     assert "--hole 9: blocks have fewer tokens" in run.fails(*short, base, "--hole", 9)
+
+
+def test_ms_a_token_by_hand(monkeypatch):
+    """Of four rows in a length of 8 three have a first half. After two of these 4 tokens each are drawn, in .4 s."""
+    rows = [torch.arange(n) for n in (3, 4, 8, 7)]
+    corpus = SimpleNamespace(rows={"val": SimpleNamespace(seq_len=8, rows=rows)})
+    asked = []
+    clock = iter([1.0, 1.4])
+    monkeypatch.setattr(evaluate.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(evaluate, "generate", lambda model, prompts, d: asked.append((prompts, d.gen_length)))
+    assert evaluate.ms_a_token(None, corpus, Decoding(), 2) == approx(400 / 8)
+    assert asked == [([[0, 1, 2, 3]] * 2, 4)]

@@ -85,10 +85,13 @@ TYPED = [
     # sizes that do not fit each other
     (train, [*TOY, "--block_length", 8], "made for blocks of 2"),
     (train, [*TEXT, "--seq_len", 100], "--seq_len 100"),
-    (train, [*TEXT, "--n_last", 5], "--n_last 5: this model has 2 layers"),
+    (train, [*TEXT, "--n_last", 3], "--n_last 3: this model has 2 layers"),
     (sample, [*SAMPLE, "--prompt", "x" * 128], "128 tokens"),
     (sample, [*SAMPLE, "--prompt_ids", 272], "ids outside 0..271"),
     (base, TEXT, "a base is trained from scratch"),
+    (base, [*TOY, "--one_by_one", 0.5, "--context", "corrupted"], "give --context clean"),
+    (base, [*TOY, "--stage_b", "causal", "--corruption", "mask"], "a base has no Stage B"),
+    (sample, [*SAMPLE, "--prompt", ""], "is empty"),
     # tokens of another kind, also if their ids fit
     (train, [*TEXT, "--data", "TREE/other"], "--like TREE/bytes"),
     (sample, [*SAMPLE, "--ckpt", "TREE/toy"], "--prompt_ids"),

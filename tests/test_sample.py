@@ -3,6 +3,7 @@
 import random
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from common import MASK, approx, assert_as_specified, caller, prompt, random_lora, tiny_model, traced
 
+import cache
 import sample
 from checkpoint import save_model
-from decoding import CAUSAL, PAPER, RELEASED, SETTINGS, Decoding, candidates, decoding_of
+from decoding import ALL, CAUSAL, PAPER, RELEASED, SETTINGS, Decoding, candidates, decoding_of
 from lib.util import Mistake
 from sample import SELECT, by_confidence, by_entropy, certified, denoise, from_the_left, generate, generate_one
 
@@ -40,6 +42,7 @@ def test_generate_equals_the_specification_whatever_the_settings(seed, monkeypat
     if seed % 4 > 1:
         random_lora(model)
     d = replace(d, holes=draw.random() < 0.5, select=draw.choice([*SELECT]))
+    monkeypatch.setattr(cache, "PIECE", draw.choice([1, 8, 512]))  # so much of a prompt is read at a time
     assert_as_specified(model, prompts, d)
 
 
@@ -269,9 +272,26 @@ def test_what_a_decode_defaults_to(kind, argv, expected):
             decoding_of(args, model)
 
 
+def test_what_a_run_says_that_it_cost_and_ran_by():
+    nfe = dict(full=6, partial=4, refresh=1)
+    forwards = "forwards: 6 full + 4 partial x 0.375 + 1 refresh = 8.5"
+    assert [sample.cost(n, nfe, 3 / 8) for n in (0, 1, 5)] == [
+        f"0 tokens; {forwards}", f"1 token; {forwards}, 8.500 per token", f"5 tokens; {forwards}, 1.700 per token",
+    ]  # fmt: skip
+    paper, causal = tiny_model(), tiny_model(stage_b="causal", n_rounds=1)
+    for model, d, says in (
+        (paper, TRAINED, "Stage B, n = 2 of 4, K = 2, gates 0.7 and 0"),
+        (paper, replace(RELEASED, select="left"), "Stage A alone, gates 0.7 and 0.5, selected by left"),
+        (paper, replace(TRAINED, tau_m2t=ALL, temperature=0.5), "K = 2, all at once, drawn at temperature 0.5"),
+        (causal, replace(CAUSAL, tau_m2t=0.5, beam=2), "causal Stage B, n = 2 of 4, K = 1, the longest run above 0.5"),
+        (causal, replace(CAUSAL, n_rounds=0, tau_m2t=1.0), "Stage A alone, gates 1 and none"),
+    ):
+        assert says in sample.what_ran(Path("x"), model, d)
+
+
 def test_ms_a_token(tmp_path, monkeypatch, capsys):
     """The time of decoding is divided by the tokens that were written, filled holes among them."""
-    save_model(tiny_model(), tmp_path)
+    save_model(tiny_model(max_len=264), tmp_path)  # room for the prompt of 3, and 256 more, in blocks of 8
     clock = iter([1.0, 3.1])
     monkeypatch.setattr(sample.time, "perf_counter", lambda: next(clock))
     prompt_ids = f"5,{MASK},9"

@@ -212,7 +212,7 @@ def test_a_run_is_extended(tmp_path, run, monkeypatch, scratch):
 # --- all weights of a checkpoint
 def test_all_weights_of_a_checkpoint_learn(tmp_path, run, monkeypatch, capsys):
     """With --lora_r 0, into a model's folder of its own. Sizes that are left out are the checkpoint's."""
-    source = names_folder(tmp_path / "source", block_length=4)
+    source = names_folder(tmp_path / "source", block_length=4, max_len=32)  # as long as the rows
     rows = byte_rows(tmp_path / "rows", prompt=-1, judge={"names": "0"})
     theirs = load_file(source / "model.safetensors")
     argv = ["--data", rows, "--init_from", source, "--lora_r", 0, "--batch_size", 4, "--device", "cpu"]
