@@ -164,6 +164,10 @@ def test_a_shipped_base_has_its_presets_geometry(folder, preset):
     assert cfg == replace(PRESETS[preset], **{name: getattr(cfg, name) for name in of_run})
 
 
+def test_the_presets_of_text_have_all_layers_half_of_them_and_a_third():
+    assert [PRESETS[name].n_layer for name in ("text", "text_small", "text_two")] == [6, 6 // 2, 6 // 3]
+
+
 # --- which weights a folder holds
 @pytest.mark.parametrize("path", sorted((ROOT / "assets").glob("*/*/adapter.json")))
 def test_the_shipped_adapters_stand_on_the_shipped_bases(path):

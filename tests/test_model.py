@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from common import MASK, random_ids, random_lora, tiny_config, tiny_model
 
-from cache import Engine
 from layers import MoE
 from lib.util import generator
 from model import Context, Model, rotary
@@ -125,9 +124,8 @@ def with_clean_copy(model: Model, z, clean, real):
 
 @pytest.mark.parametrize("n_last, n_rounds", [(1, 1), (2, 2), (1, 3)])
 @torch.no_grad()
-def test_stage_b_is_eq_4_in_training_and_in_decoding(n_rounds, n_last):
-    """K times h <- LastN(h + 1_S * marker), by hand: in rows, and beside a clean copy, which is not marked. In decoding
-    each block gives the same after the finished blocks before it."""
+def test_stage_b_is_eq_4(n_rounds, n_last):
+    """K times h <- LastN(h + 1_S * marker), by hand: in rows, and beside a clean copy, which is not marked."""
     model = tiny_model(n_rounds=n_rounds, n_last=n_last)
     clean, z, bundle, real = noisy_rows()
     for copy in (None, clean):
@@ -145,16 +143,7 @@ def test_stage_b_is_eq_4_in_training_and_in_decoding(n_rounds, n_last):
         torch.testing.assert_close(of_a, model.last_n(prefix, whole)[:, :24], **CLOSE)
         torch.testing.assert_close(of_b[real], h[:, :24][real], **CLOSE)
 
-    # of_b is now that beside the clean copy
-    assert (of_a - of_b).abs().amax(-1)[bundle].min() > 0.01
-    for start in (0, 8, 16):
-        rows = real[:, start].nonzero()[:, 0]
-        block = slice(start, start + 8)
-        engine = Engine(model, clean[rows, :start].tolist(), n_rounds)
-        states, final = engine.stage_a(z[rows, block])
-        torch.testing.assert_close(final, of_a[rows, block], **CLOSE)
-        found = engine.stage_b(states, bundle[rows, block], z[rows, block])
-        torch.testing.assert_close(found, of_b[rows, block], **CLOSE)
+        assert (of_a - of_b).abs().amax(-1)[bundle].min() > 0.01
 
 
 def test_lora_merged_equals_unmerged():

@@ -90,26 +90,6 @@ def test_what_a_decode_costs_is_what_runs():
         assert len(first) == full + refresh and len(last) == len(first) + partial
 
 
-# --- given text
-def test_holes_are_filled_and_what_is_given_stays():
-    """One prompt has holes in the first of three blocks, one only in the last, and one has none. The model edits, but a
-    given token never changes."""
-    texts = [prompt(20), prompt(13), prompt(11)]
-    texts[0][2] = texts[0][5] = texts[1][12] = MASK
-    d = Decoding(gen_length=6, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3, holes=True, eos_early_stop=False)
-    outputs, rows = traced(tiny_model(), texts, d)
-    for out, steps, text in zip(outputs, rows, texts, strict=True):
-        holes = [i for i, token in enumerate(text) if token == MASK]
-        assert [i for i in range(len(text)) if out.prompt[i] != text[i]] == holes and MASK not in out.prompt
-        written = {at for s in steps for at in s["fill"] + s["edit"]}
-        assert {at for at in written if at < len(text)} == set(holes) and len(out.tokens) == 6
-    assert [steps[0]["start"] for steps in rows] == [0, 8, 8]
-    assert any(s["edit"] for steps in rows for s in steps)
-    # gen_length may be 0, so that only holes are filled; the released decoder leaves a mask in a finished block
-    assert generate(tiny_model(), texts[:1], replace(d, gen_length=0))[0].tokens == []
-    assert generate(tiny_model(), texts[:1], replace(d, holes=False))[0].prompt == texts[0]
-
-
 # --- one step
 def test_a_step_by_hand():
     """Block of 4: position 0 is prompt, 1 a mask, 2 and 3 visible. Stage A disagrees with 0 and 2, Stage B with all of

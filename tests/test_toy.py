@@ -110,13 +110,6 @@ def test_distances_by_hand():
     assert kl(BY_HAND.prob, table * torch.tensor([0.0, 1.0]))[0] == math.inf
 
 
-def test_log_prob():
-    c = torch.tensor([0, 0, 0, 1, 1])
-    tuples = torch.tensor([[0, 1], [2, 0], [1, 1], [1, 1], [1, BY_HAND.mask_id]])
-    expected = [math.log(0.25), math.log(0.75), -math.inf, math.log(0.5), -math.inf]
-    assert BY_HAND.log_prob(c, tuples).tolist() == expected
-
-
 def test_quantile_at_the_ends_of_the_unit_interval():
     for u, first in ((0.0, [0, 1]), (0.25 - 2**-54, [0, 1]), (0.25, [2, 0]), (1 - 2**-53, [2, 0])):
         assert BY_HAND.quantile(torch.tensor([0]), torch.tensor([u], dtype=torch.float64)).tolist() == [first]
