@@ -112,17 +112,14 @@ def caller(script, monkeypatch, capsys):
         assert code == 0, err
         return out
 
-    call.fails = lambda *args: refused(script, monkeypatch, capsys, *args)
+    def fails(*args) -> str:
+        code, _, err = command_line(script, monkeypatch, capsys, *args)
+        lines = [line for line in err.replace("\r", "\n").splitlines() if line.startswith("error: ")]
+        assert (code, len(lines)) == (2, 1) and "Traceback" not in err, err
+        return lines[0]
+
+    call.fails = fails
     return call
-
-
-def refused(script, monkeypatch, capsys, *argv: object) -> str:
-    """The one line that tells a user of a mistake."""
-    code, _, err = command_line(script, monkeypatch, capsys, *argv)
-    lines = [line for line in err.replace("\r", "\n").splitlines() if line.startswith("error: ")]
-    assert code == 2, err
-    assert len(lines) == 1 and "Traceback" not in err
-    return lines[0]
 
 
 def random_ids(rows: int, T: int, seed: int = 0, high: int = MASK) -> torch.Tensor:

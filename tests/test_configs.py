@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from common import ROOT, command_line
+from common import ROOT, caller
 
 import base
 import settings
@@ -52,9 +52,8 @@ def test_lines_of_the_readme_feed_one_another(tmp_path, monkeypatch, capsys):
         if script == "base.py":
             flags += ["--preset", "tiny"]
         module = importlib.import_module(script.removesuffix(".py"))
-        code, _, err = command_line(module, monkeypatch, capsys, *flags)
-        assert code == 0, (line, err)
+        caller(module, monkeypatch, capsys)(*flags)
 
     # the paper's Stage B takes that config, too, though it does not use all of it
     paper = ["--config", "configs/text.toml", "--stage_b", "paper", "--n_last", 4, "--out_dir", "out/paper", *SMALL]
-    assert command_line(train, monkeypatch, capsys, *paper)[0] == 0
+    caller(train, monkeypatch, capsys)(*paper)

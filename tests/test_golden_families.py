@@ -111,7 +111,6 @@ REFUSED = {
     "model_type = 'sdar_moe'": lambda t, c, s: c.update(model_type="sdar_moe"),
     "use_sliding_window = True": lambda t, c, s: c.update(use_sliding_window=True),
     "rope_theta = 1000000.0, and 5": lambda t, c, s: c.update(rope_parameters={"rope_theta": 5}),
-    "attention_bias = True": lambda t, c, s: c.update(attention_bias=True),
     "unknown field quantization_config": lambda t, c, s: c.update(quantization_config={"bits": 4}),
     "an mdlm model by its name": lambda t, c, s: c.update(_name_or_path="x/Qwen3-0.6B-diffusion-mdlm-v0.1"),
     "block_size is None": lambda t, c, s: c.pop("block_size"),

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from common import GOLDEN, byte_model, byte_spec, caller, command_line, random_adapter, refused
+from common import GOLDEN, byte_model, byte_spec, caller, command_line, random_adapter
 from resuming import assert_same_end, byte_rows, toy_rows
 
 import base
@@ -101,22 +101,23 @@ TYPED = [
 @pytest.mark.parametrize("script, argv, says", TYPED)
 def test_a_mistake_in_what_is_typed(script, argv, says, tree, tmp_path, monkeypatch, capsys):
     argv, (says,) = (placed(words, TREE=tree, OUT=tmp_path / "out") for words in (argv, [says]))
-    assert says in refused(script, monkeypatch, capsys, *argv)
+    assert says in caller(script, monkeypatch, capsys).fails(*argv)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_config(tree, tmp_path, monkeypatch, capsys):
     path = tmp_path / "a.toml"
+    run = caller(train, monkeypatch, capsys)
     texts = {f"{name} = true": f"a.toml: a file cannot set {name} " for name in ("help", "config", "typo")}
     texts |= {'init_from = "resume"': "cannot set init_from to resume", "a = [": "cannot be read"}
     for text, says in (texts | {"seq_len = 32.5": "--seq_len: invalid int value: '32.5'"}).items():
         path.write_text(text)
-        assert says in refused(train, monkeypatch, capsys, "--config", path, *SMALL, "--out_dir", tmp_path / "out")
+        assert says in run.fails("--config", path, *SMALL, "--out_dir", tmp_path / "out")
 
     # a byte order mark is no mistake; ~ is the home folder, also where a shell does not know it
     path.write_text('out_dir = "~/runs/a"', encoding="utf-8-sig")
     monkeypatch.setenv("HOME", str(tmp_path))
-    caller(train, monkeypatch, capsys)("--config", path, *placed(TOY[:-2], TREE=tree))
+    run("--config", path, *placed(TOY[:-2], TREE=tree))
     caller(sample, monkeypatch, capsys)("--ckpt=~/runs/a", "--prompt_ids", 1, "--gen_length", 1, *CPU)
 
 
@@ -374,7 +375,7 @@ def test_what_a_user_can_mend_is_one_line_and_what_only_we_can_is_a_traceback(tr
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint.Model, "begin_from", full)
-    assert "No space left on device" in refused(sample, monkeypatch, capsys, *placed(SAMPLE, TREE=tree))
+    assert "No space left on device" in caller(sample, monkeypatch, capsys).fails(*placed(SAMPLE, TREE=tree))
 
     # an error of the code is none of the file that it is about
     monkeypatch.setattr(checkpoint.Model, "begin_from", lambda model, state: state["ours"])

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from common import ROOT, command_line
+from common import ROOT, caller
 
 SMALL = ["--max_iters", "2", "--batch_size", "2", "--seq_len", "32", "--n_last", "2", "--device", "cpu"]
 
@@ -25,9 +25,7 @@ def test_each_command_needs_only_what_those_before_it_wrote(name, only, tmp_path
     def call(line: str) -> str:
         _, script, *flags = [word for word in shlex.split(line) if word != "-m"]
         module = importlib.import_module(script.removesuffix(".py"))
-        code, out, err = command_line(module, monkeypatch, capsys, *flags, *more.get(script, []))
-        assert code == 0, (line, err)
-        return out
+        return caller(module, monkeypatch, capsys)(*flags, *more.get(script, []))
 
     readme = (ROOT / "released" / "README.md").read_text()
     [block] = re.findall(r"^```\n(python convert_weights\.py --src Qwen3.*?)^```", readme, re.S | re.M)
