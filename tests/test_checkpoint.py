@@ -70,10 +70,10 @@ def test_more_rounds_than_were_trained_begin_at_zero_and_fewer_are_cut(base):
     assert torch.equal(load(base, n_rounds=1).markers, markers[:1])
 
 
-def test_nan_in_an_adapter_is_named(adapter):
+def test_infinity_in_an_adapter_is_named(adapter):
     path, name = adapter / "adapter.safetensors", "layers.3.attn.qkv.lora_B"
     tensors = load_file(path)
-    tensors[name].view(-1)[5] = float("nan")
+    tensors[name].view(-1)[5] = float("inf")
     save_file(tensors, path)
     assert f"{name} holds NaN or infinity" in refusal(adapter)
 

@@ -24,7 +24,7 @@ import toy
 import train
 from lib import util
 from lib.run import interruptible, report, rewind_log, rise, verdict
-from lib.util import Mistake, alone_in, append_line, read_lines, replace_file, write_json
+from lib.util import Mistake, alone_in, append_line, read_lines, write_json
 from released import export, int8
 
 CPU = ["--device", "cpu"]
@@ -137,6 +137,7 @@ READERS = [
     ("toy", "train.json", train, RESUME, {"init_from": GONE, "seq_len": "x", "unknown": 1}),
     ("toy", "state.safetensors", train, RESUME, {"param.markers/shape": [9], "__metadata__": GONE}),
     ("pairs", "meta.json", train, IT, {"vocab_size": 4, "n_plain": 2**40, "eos_id": PAIRS.mask_id, "mask_id": GONE}),
+    ("text", "meta.json", train, IT, {"n_plain": 2}),  # random corruption would draw from two of 256 bytes
     ("pairs", "train.safetensors", train, IT, {"ids/shape": [4], "starts/dtype": "I32", "prompts": GONE}),
     ("released", "config.json", convert_weights, ["--src", "IT", *OUT], {"num_experts": None, "use_bias": True}),
 ]  # fmt: skip
@@ -276,19 +277,6 @@ def test_what_is_written_is_whole_whatever_a_kill_leaves(script, argv, tree, tmp
         assert {path.name for path in out.iterdir()} == files.keys()
         varies = {"log.jsonl", "train.json", "state.safetensors"}  # the time, the folder
         assert all((out / name).read_bytes() == files[name].read_bytes() for name in files.keys() - varies)
-
-
-def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
-    path = tmp_path / "folder" / "file"
-
-    def half(temporary: Path) -> None:
-        temporary.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    replace_file(path, lambda temporary: temporary.write_bytes(b"whole"))
-    with pytest.raises(Mistake, match="cannot write .*file: .*No space left"):
-        replace_file(path, half)
-    assert path.read_bytes() == b"whole" and list(path.parent.iterdir()) == [path]
 
 
 def test_several_that_append_to_one_file(tmp_path):

@@ -14,23 +14,7 @@ from model import Context, Model, rotary
 CLOSE = dict(rtol=1e-4, atol=1e-4)
 
 
-def context(ids: torch.Tensor, model: Model, clean: torch.Tensor | None = None) -> Context:
-    real = torch.ones_like(ids, dtype=torch.bool)
-    return model.context(real) if clean is None else model.read_clean(clean, real)
-
-
 # --- who sees whom
-def test_rows_that_are_read_one_by_one_are_rows_of_blocks_of_one():
-    """One row of a batch has the model's own blocks. There are clean copies, and there is padding."""
-    model, ids, clean = tiny_model(), random_ids(2, 24), random_ids(2, 24, 1)
-    single = tiny_model(block_length=1)
-    real = torch.arange(24) < torch.tensor([[24], [17]])
-    both = model(ids, model.read_clean(clean, real, torch.tensor([True, False])))
-    for row, of in ((0, single), (1, model)):
-        one = slice(row, row + 1)
-        torch.testing.assert_close(both[one], of(ids[one], of.read_clean(clean[one], real[one])), **CLOSE)
-
-
 @pytest.mark.parametrize("block_length", [1, 4])
 def test_a_window_of_two_blocks_by_hand(block_length):
     """A position sees its own block and the one before: of the row itself, or of the clean copy."""
@@ -150,19 +134,20 @@ def test_lora_merged_equals_unmerged():
     """LoRA learns in every qkv and proj, and besides it only the markers learn. At first it changes nothing: B is zero,
     and A is uniform up to 1 / sqrt(n_in), as PEFT's is."""
     model, ids = tiny_model(), random_ids(2, 16)
-    base = model(ids, context(ids, model))
+    ctx = model.context(torch.ones_like(ids, dtype=torch.bool))
+    base = model(ids, ctx)
     model.adapt(4, generator("lora"))
-    assert torch.equal(model(ids, context(ids, model)), base)
+    assert torch.equal(model(ids, ctx), base)
     A = torch.stack([layer.attn.qkv.lora_A for layer in model.layers])
     assert 0.99 / 8 < A.abs().max() <= 1 / 8 and A.mean().abs() < 0.01
 
     random_lora(model)
     own = {f"layers.{i}.attn.{which}.lora_{x}" for i in range(4) for which in ("qkv", "proj") for x in "AB"}
     assert model.learned().keys() == own | {"markers"}
-    adapted = model(ids, context(ids, model))
+    adapted = model(ids, ctx)
     assert (adapted - base).abs().max() > 0.1
     for layer in model.layers:
         for linear in (layer.attn.qkv, layer.attn.proj):  # y = W x + (alpha / r) B A x
             linear.weight.data += 8.0 / 4 * linear.lora_B.data @ linear.lora_A.data
             linear.lora_A = linear.lora_B = None
-    torch.testing.assert_close(model(ids, context(ids, model)), adapted, **CLOSE)
+    torch.testing.assert_close(model(ids, ctx), adapted, **CLOSE)

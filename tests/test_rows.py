@@ -1,17 +1,16 @@
 """Folders of rows: what is written, what is read from them, what is refused. `pytest tests/test_rows.py`"""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from common import ROOT, byte_spec
+from common import ROOT
 from safetensors.torch import load_file, save_file
 
 from lib.rows import Corpus, Meta, Rows, get_batch, read_corpus, read_meta, write_meta, write_rows
-from lib.util import Mistake, write_json
+from lib.util import Mistake
 
 NAMES = ROOT / "data" / "names"
 EOS = 256
@@ -157,13 +156,3 @@ def test_damaged_rows_are_refused(change, says, tmp_path):
     with pytest.raises(Mistake, match="val.safetensors cannot be read, is damaged") as mistake:
         read_corpus(tmp_path, 4, 0, 1, 1)
     assert says in str(mistake.value)
-
-
-def test_ordinary_ids_are_those_of_the_tokenizer_beside_them(tmp_path):
-    """With n_plain 2 random corruption would draw from two of 256 bytes."""
-    write_json(tmp_path / "tokenizer.json", byte_spec())
-    write_meta(tmp_path, BYTES)
-    assert read_meta(tmp_path) == BYTES
-    write_meta(tmp_path, replace(BYTES, n_plain=2))
-    with pytest.raises(Mistake, match="meta.json has 2 ordinary ids, and .*tokenizer.json has 256"):
-        read_meta(tmp_path)

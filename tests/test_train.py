@@ -114,6 +114,23 @@ def test_learning_rate_warms_up_and_ends_at_zero():
     assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
 
 
+def test_an_update_by_hand(tmp_path, run, monkeypatch, scratch):
+    """By plain descent: the gradient is cut to a norm of 1, and each expert's bias moves by .001, up or down."""
+
+    def descent(learned: dict, peak: float, marker_rate: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD([dict(params=[*learned.values()], peak=peak)], peak)
+
+    monkeypatch.setitem(train.OPTIMIZERS, "adamw", descent)
+    run(*scratch, "--max_iters", 1, "--out_dir", tmp_path)
+    record = end_state(tmp_path)[1][1]
+    model = load_model(tmp_path, "cpu", torch.float32)
+    begun = checkpoint.new_model(model.cfg, generator(0, "init"))
+    moved = torch.cat([(p - q).flatten() for p, q in zip(model.parameters(), begun.parameters(), strict=True)])
+    assert record["grad_norm"] > 2 and float(moved.detach().norm()) == approx(record["lr"], rel=1e-3)
+    for bias in model.buffers():
+        assert set(bias.tolist()) <= {torch.tensor(x).item() for x in (-0.001, 0.0, 0.001)} and bias.any()
+
+
 # --- a run
 def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path, run, monkeypatch, scratch):
     """From the third step on the rate is 1e30."""
