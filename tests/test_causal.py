@@ -19,7 +19,7 @@ from decoding import ALL, CAUSAL, Decoding
 from lib.rows import Batch
 from lib.util import generator
 from model import Context, Model
-from sample import denoise, generate
+from sample import generate
 from train import cocommit_step
 
 # R rows, T positions, B block_length, V vocabulary
@@ -245,12 +245,3 @@ def test_a_wide_beam_finds_the_likeliest_text(start):
     assert best.after[0].tolist() == texts[log_p.argmax()].tolist()
     assert float(best.conf[0].log().sum()) == approx(float(log_p.max()), abs=1e-3)
     assert best.partial.tolist() == [(z[0] == 6).sum(), 2]
-
-
-# --- the decoders
-def test_the_papers_decoder_on_causal_weights_equals_the_specification():
-    """With the paper's gates and edits. Prompts end inside a block or at its end, and some have holes."""
-    d = Decoding(gen_length=9, tau_m2t=0.1, tau_t2t=0.3, holes=True, max_post_steps=3)
-    texts = [prompt(3), prompt(8), holed(16, 3, 9, 12), holed(13, 10, 12)]
-    outputs = assert_as_specified(causal_model(std=0.15), texts, d, denoise)
-    assert all(out.nfe["partial"] > 0 for out in outputs)
