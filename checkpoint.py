@@ -65,8 +65,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         return [folder / "model.safetensors"]
     places = checked_entry(read_json(index, "weight index"), "weight_map", dict, index)
-    with reading(index, "weight index", WALK):
-        return [folder / shard for shard in sorted(set(places.values()))]
+    return [folder / shard for shard in sorted(set(places.values()))]
 
 
 def check_floats(where: Path, tensors: dict[str, Tensor]) -> None:
@@ -259,9 +258,9 @@ def load_model(
 
 def judge_of(folder: Path) -> dict:
     """What judges the texts of a model, see lib.rows.Meta; {} if nothing does."""
-    path = base_of(folder) / "meta.json"
-    about = read_json(path, "meta.json of the rows") if path.exists() else {}
-    return checked_entry(about, "judge", dict, path) if about.get("judge") is not None else {}
+    base = base_of(folder)
+    meta = read_meta(base) if (base / "meta.json").exists() else None
+    return (meta and meta.judge) or {}
 
 
 # --- an adapter's folder
@@ -343,9 +342,7 @@ def check_base(folder: Path, found: str) -> None:
 def base_hash(folder: Path) -> str:
     """A hash of all of a base that decides what a model on it writes, in 16 hex digits: config.json without the sizes
     that an adapter has of its own, tokenizer.json, and of every file of weights its size and 4,096 pieces of 16 bytes.
-
-    So the hash changes if most numbers of a large tensor change, as in training, and yet 32 GB need not be read. In
-    another dtype, or in other shards, the same weights have another hash.
+    In another dtype, or in other shards, the same weights have another hash.
     """
     config = {k: v for k, v in read_json(folder / "config.json", "checkpoint config").items() if k not in SIZES}
     digest = hashlib.sha256(json.dumps([config, meaning(folder, {})], sort_keys=True).encode())

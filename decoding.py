@@ -298,16 +298,13 @@ READ_BY = dict(beam="causal Stage B", select="the paper's step", tau_t2t="the pa
 # --- prompts
 def token_ids(text: str) -> list[int]:
     """1,2,3 -> [1, 2, 3]"""
-    try:
-        return [int(i) for i in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids like 1,2,3") from None
+    return [int(i) for i in text.split(",")]
 
 
 def read_prompts(
     args: Namespace, tokenizer: Tokenizer | None, cfg: Config, gen_length: int, of_names: bool
 ) -> list[list[int]]:
-    """Every prompt as ids, each checked to fit the model."""
+    """Every prompt as ids, each checked to fit the model. Each MASK in a text is one mask."""
     if (args.prompt or args.prompt_file) and tokenizer is None:
         fail("this checkpoint has no tokenizer (a toy's tokens are numbers): use --prompt_ids")
     texts = list(args.prompt)
@@ -315,21 +312,18 @@ def read_prompts(
         with reading(path, "prompt"):
             texts.append(path.read_text(encoding="utf-8-sig"))
     texts = [names.as_written(text) for text in texts] if of_names else texts
-    prompts = [encode_with_holes(text, tokenizer, cfg.mask_id) for text in texts]
+    prompts = []
+    for text in texts:
+        ids = []
+        for part in text.split(MASK):
+            ids += [*tokenizer.encode(part), cfg.mask_id]
+        prompts.append(ids[:-1])
     prompts += args.prompt_ids
     if not prompts:
         fail("nothing to continue: give --prompt TEXT or --prompt_ids 1,2,3")
     for number, prompt in enumerate(prompts, 1):
         check_prompt(prompt, number, gen_length, cfg)
     return prompts
-
-
-def encode_with_holes(text: str, tokenizer: Tokenizer, mask_id: int) -> list[int]:
-    """Text to ids; each MASK in it is one mask."""
-    ids = []
-    for part in text.split(MASK):
-        ids += [*tokenizer.encode(part), mask_id]
-    return ids[:-1]
 
 
 def check_prompt(prompt: list[int], number: int, gen_length: int, cfg: Config) -> None:

@@ -356,7 +356,7 @@ def write(args: Namespace, ckpt: Path) -> None:
     if args.watch:
         from tools.watch import Screen
 
-        on_step = Screen(len(prompts), tokenizer, model.cfg.mask_id, model.cfg.eos_id).on_step
+        on_step = Screen(tokenizer, model.cfg.mask_id, model.cfg.eos_id).on_step
     began = time.perf_counter()
     outputs = generate(model, prompts, d, args.seed, on_step=on_step)
     seconds = time.perf_counter() - began

@@ -129,49 +129,41 @@ def run(args: Namespace, step: Callable[..., Losses] = cocommit_step) -> None:
         refuse_used(args)
         corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
         model = start(args, corpus)
-        loop(model, corpus, step, optimizer_of(model, args), args)
-
-
-def optimizer_of(model: Model, args: Namespace) -> torch.optim.Optimizer:
-    return OPTIMIZERS[args.optimizer](model.learned(), args.learning_rate, args.marker_rate)
+        optimizer = OPTIMIZERS[args.optimizer](model.learned(), args.learning_rate, args.marker_rate)
+        loop(model, corpus, step, optimizer, args)
 
 
 def loop(
-    model: Model, corpus: Corpus, step: Callable[..., Losses], optimizer: torch.optim.Optimizer, args: Namespace,
-    writes: bool = True, agreed: Callable[[bool], bool] = bool,
-) -> None:  # fmt: skip
-    """Train until max_iters. If there are several processes, only the one with `writes` writes files. All of them stop
-    after the same step: `agreed(stop)` says whether any was asked to stop."""
-    log = Path(args.out_dir) / "log.jsonl" if writes else None
-    done = begin(model, corpus, optimizer, args, log)
+    model: Model, corpus: Corpus, step: Callable[..., Losses], optimizer: torch.optim.Optimizer, args: Namespace
+) -> None:
+    """Train until max_iters, or until a signal asks for an earlier end."""
+    done = begin(model, corpus, optimizer, args)
     saved = done
-    validation = validate(model, corpus, step, done, args, log) if is_due(done, args) else None
-    steps = range(done, args.max_iters)
+    validation = validate(model, corpus, step, done, args) if is_due(done, args) else None
     with interruptible() as caught:
-        for it in progress(steps, "train", done=done) if writes else steps:
+        for it in progress(range(done, args.max_iters), "train", done=done):
             record = update(model, corpus, step, optimizer, it, saved, args, second=it == done + 1)
-            report(record, log)
+            report(record, Path(args.out_dir))
 
             # first save: neither a validation nor what is printed can then lose a step
-            stop = agreed(bool(caught))
+            stop = bool(caught)
             due = is_due(it + 1, args)
             if due or stop:
                 norm = float(sum(p.detach().norm() for p in model.learned().values()))
                 check_finite({"norm": norm}, "weights' norm", it, saved, args)
                 saved = it + 1
-                if writes:
-                    save(model, optimizer, saved, args)
-            if writes and (it + 1) % LOG_INTERVAL == 0:
+                save(model, optimizer, saved, args)
+            if (it + 1) % LOG_INTERVAL == 0:
                 show(record, f"step {it + 1}/{args.max_iters}")
             if due:
-                validation = validate(model, corpus, step, it + 1, args, log)
+                validation = validate(model, corpus, step, it + 1, args)
             if stop:
                 break
-    if writes:
-        # the run may have been killed after it saved its state, and before it saved what was learned
-        if saved == done:
-            save(model, optimizer, done, args)
-        tell_what_is_next(saved, args, validation)
+
+    # the run may have been killed after it saved its state, and before it saved what was learned
+    if saved == done:
+        save(model, optimizer, done, args)
+    tell_what_is_next(saved, args, validation)
     if saved < args.max_iters:
         raise SystemExit(130)  # the exit code of a program that Ctrl-C has ended
 
@@ -187,6 +179,7 @@ def update(
     n_real = corpus.rows["train"].count_real(row, args.batch_size)
     loss = 0.0
     terms = []
+    drawn = torch.get_rng_state()
     for batch in micro_batches(corpus, "train", row, args.batch_size, it, model, args):
         part, part_terms = step(model, batch, args)
         (part / n_real).backward()
@@ -195,6 +188,8 @@ def update(
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP))
     if second and "m2t_B" in terms[0]:
         tell_what_does_not_learn(model)
+    if second and not torch.equal(drawn, torch.get_rng_state()):
+        print("the step draws from torch's own generator, so a resumed run draws anew: take batch.draws")
 
     # update, at the schedule's rate
     share = cosine(it, args.max_iters)
@@ -213,7 +208,7 @@ def update(
     return record | means(terms) | dict(ms=1e3 * (time.perf_counter() - began))
 
 
-def begin(model: Model, corpus: Corpus, optimizer: torch.optim.Optimizer, args: Namespace, log: Path | None) -> int:
+def begin(model: Model, corpus: Corpus, optimizer: torch.optim.Optimizer, args: Namespace) -> int:
     """Go on where the run was saved, and write what a run begins with -> how many steps it has taken."""
     folder = Path(args.out_dir)
     done = checkpoint.restore_state(model, optimizer, folder) if args.resume else 0
@@ -221,13 +216,12 @@ def begin(model: Model, corpus: Corpus, optimizer: torch.optim.Optimizer, args: 
         fail(f"--max_iters {args.max_iters}: this run has taken {done} steps already")
     if not args.resume and type(model) is not Model:
         check_stage_b(model)
-    if log:
-        lib.run.rewind_log(log, done)
-        lib.run.save_settings(args)
-        if not saves_adapter(args):
-            # the checkpoint needs the rows' meta.json and tokenizer.json, and the rows may go away later
-            copy_tokens(Path(args.data), folder)
-        describe(args, corpus, model, done)
+    lib.run.rewind_log(folder / "log.jsonl", done)
+    lib.run.save_settings(args)
+    if not saves_adapter(args):
+        # the checkpoint needs the rows' meta.json and tokenizer.json, and the rows may go away later
+        copy_tokens(Path(args.data), folder)
+    describe(args, corpus, model, done)
     return done
 
 
@@ -237,9 +231,7 @@ def is_due(steps: int, args: Namespace) -> bool:
 
 
 @torch.no_grad()
-def validate(
-    model: Model, corpus: Corpus, step: Callable[..., Losses], it: int, args: Namespace, log: Path | None
-) -> dict[str, float]:
+def validate(model: Model, corpus: Corpus, step: Callable[..., Losses], it: int, args: Namespace) -> dict[str, float]:
     """The cross-entropies on held-out rows after `it` steps, and what Stage B gains there. The rows are the same in
     every run with the same sizes. A run that was stopped before it logged this validation logs it now."""
     rows = min(EVAL_ROWS, 8 * args.batch_size)  # one row takes the 16B model minutes
@@ -250,9 +242,8 @@ def validate(
     if not all(map(math.isfinite, found.values())):
         fail(f"the validation after step {it} is not finite: lower --learning_rate in a new --out_dir")
     record = {"step": it, "val": True} | found
-    report(record, log)
-    if log:
-        show(record, f"validation after step {it}" if it else "validation before the first step", explained=it == 0)
+    report(record, Path(args.out_dir))
+    show(record, f"validation after step {it}" if it else "validation before the first step", explained=it == 0)
     return record
 
 

@@ -4,10 +4,8 @@ bits     bits a byte of 16,384 held-out bytes, each block from masks, in each wa
 draws    forwards a byte of 16 drawn texts, and ms a byte, for one text alone and for 16 together
 names    the share of 512 held-out names that exist, forwards a name, and how many of the real names are of the training
          half, for each row that evaluate.py has, and for opponents
-shares   the shares of masked, wrong and right positions that each rule of corruption makes
-controls the share of right greedy answers (names that exist, or a toy's joint modes) with Stage B off, on, and by the
-         controls of released/ablation.py; answers gained and lost against Stage B off, and McNemar's exact p
-steps    greedy steps at the paper's gates that fill masks: how many fill several, and break the bound of the theorem
+controls how many of 1,500 greedy names exist with Stage B off, on, and by the controls of released/ablation.py; names
+         gained and lost against Stage B off, and McNemar's exact p
 
 python -m experiments.measure bits --ckpt assets/shakespeare/causal --system causal --seed 1 --out out/bits.jsonl
 python -m experiments.measure names --ckpt assets/names/paper --system paper --seed 1 --out out/names.jsonl
@@ -17,7 +15,6 @@ import json
 import math
 import time
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,21 +22,17 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from checkpoint import base_of, judge_of, load_model
-from corrupt import CORRUPTIONS, G, M, W, draw_bundle
-from decoding import CAUSAL, PAPER, Row, Step, up_to_eos
-from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, bits_of_rows, complete, forwards, rows_of, task_of
+from decoding import CAUSAL, PAPER, up_to_eos
+from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, bits_of_rows, complete, forwards, rows_of
 from lib.names import draw_names, exists
-from lib.rows import get_batch, read_corpus
+from lib.rows import read_corpus
 from lib.tokenizer import load_tokenizer
 from lib.util import Parser, append_line, command
 from model import Model
 from released.ablation import BASE, COCOMMIT, CONTROLS, decoder_of
 from sample import generate
-from toy import Toy
-from train import corrupt_batch
 
 load = partial(load_model, device="cpu", dtype=torch.float32)
 TEXT = Path("data/shakespeare")
@@ -146,44 +139,16 @@ def beam_by_token(model: Model, prompt: list[int], U: int) -> tuple[list[int], i
     return prompt + up_to_eos(texts[0, len(prompt) :].tolist(), eos), texts.shape[1] - len(prompt)
 
 
-def shares(args: Namespace) -> Iterator[dict]:
-    """What rows of names hold by each rule of corruption, of the positions that are neither prompt nor padding. Whole
-    bundle: the share of rows in which the bundle, of 1 to 16 masks, is all masks."""
-    model = load(args.ckpt)
-    corpus = read_corpus(NAMES, 32, 0, model.cfg.block_length, 0)
-    for rule in CORRUPTIONS:
-        batch = get_batch(corpus, "train", 0, 2048, 0, torch.device("cpu"))
-        _, kind = corrupt_batch(model, batch, model.context(batch.real), Namespace(corruption=rule))
-        part = [(kind[batch.corruptible] == which).float().mean() for which in (M, W, G)]
-        bundle = draw_bundle(kind == M, 1, 16, batch.draws)
-        whole = (bundle == (kind == M)).all(1).float().mean()
-        yield dict(row=rule) | {
-            name: round(float(x), 4) for name, x in zip([*"MWG", "whole bundle"], [*part, whole], strict=True)
-        }
-
-
 def controls(args: Namespace) -> Iterator[dict]:
     """At the paper's gate, and at one of .3, where steps fill more masks."""
     model = load(args.ckpt)
-    task = task_of(args.ckpt)
-    if task:
-        prompts = task.prompt(torch.arange(task.n_ctx)).tolist()
-        length = task.m
-    else:
-        tokenizer = load_tokenizer(base_of(args.ckpt))
-        prompts = list(draw_names(N_CONTROLS, "held out", tokenizer).values())
-        length = NAME_LENGTH
-
+    tokenizer = load_tokenizer(base_of(args.ckpt))
+    prompts = list(draw_names(N_CONTROLS, "held out", tokenizer).values())
     for gate in (0.7, 0.3):
         for row in ("off", COCOMMIT, *CONTROLLED) if model.trained_b else (BASE,):
             d, step = decoder_of(row, model.cfg.n_rounds)
-            outputs = generate(model, prompts, replace(d, tau_m2t=gate, gen_length=length, holes=True), step=step)
-            if task:
-                answers = [o.tokens + [task.eos_id] * (task.m - len(o.tokens)) for o in outputs]
-                log_p = task.log_prob(torch.arange(task.n_ctx), torch.tensor(answers))
-                right = (log_p >= task.prob.amax(-1).log() - 1e-9).tolist()
-            else:
-                right = [exists(tokenizer.decode(o.prompt + o.tokens)) is not None for o in outputs]
+            outputs = generate(model, prompts, replace(d, tau_m2t=gate, gen_length=NAME_LENGTH, holes=True), step=step)
+            right = [exists(tokenizer.decode(o.prompt + o.tokens)) is not None for o in outputs]
             if row in ("off", BASE):
                 off, written = right, [o.tokens for o in outputs]
 
@@ -201,64 +166,7 @@ def mcnemar(gained: int, lost: int) -> float:
     return min(1.0, 2 * sum(math.comb(n, k) for k in range(min(gained, lost) + 1)) / 2**n)
 
 
-def steps(args: Namespace) -> Iterator[dict]:
-    """Also, of these steps: where Stage B's tokens are not Stage A's, and on toys where they are not the joint mode."""
-    model = load(args.ckpt)
-    task = task_of(args.ckpt)
-    if task:
-        prompts = task.prompt(torch.arange(task.n_ctx)).tolist()
-        length = task.m
-    elif "names" in judge_of(args.ckpt):
-        prompts = list(draw_names(256, "held out", load_tokenizer(base_of(args.ckpt))).values())
-        length = NAME_LENGTH
-    else:
-        rows = read_corpus(TEXT, SEQ_LEN, 0, BLOCK, 0).rows["val"].rows
-        prompts = [row[:BEGINNING].tolist() for row in rows[:32]]
-        length = 128
-
-    count = Counter()
-
-    def note(rows: list[Row], step: Step) -> None:
-        n = step.bundle.sum(-1)
-        written = step.bundle | step.edited
-        several = step.edited.any(-1) & (written.sum(-1) > 1)
-        unsure = (1 - step.conf) * written
-        count["edits beside others"] += int(several.sum())
-        count["bound broken with edits"] += int((several & (unsure.sum(-1) + unsure.amax(-1) > 1)).sum())
-        miss = (1 - step.conf_a) * step.bundle
-        count["fill"] += int((n >= 1).sum())
-        count["two"] += int((n == 2).sum())
-        count["more"] += int((n >= 3).sum())
-        count["bound broken"] += int(((n >= 3) & (miss.sum(-1) + miss.amax(-1) > 1)).sum())
-        changed = ((step.token != step.token_a) & step.bundle).any(-1)
-        count["not Stage A's"] += int(changed.sum())
-        count["not Stage A's, several"] += int((changed & (n > 1)).sum())
-        for row, z, bundle, token, all_written, beside in zip(
-            rows, step.z, step.bundle, step.token, written, several, strict=True
-        ):  # fmt: skip
-            if task and beside:
-                count["not the mode with edits"] += misses_mode(task, row.number, z, all_written, token)
-            if task and bundle.any():
-                missed = misses_mode(task, row.number, z, bundle, token)
-                count["not the mode"] += missed
-                count["of these, with several masks"] += missed and int(bundle.sum()) > 1
-
-    generate(model, prompts, replace(PAPER, gen_length=length), on_step=note)
-    yield dict(row="steps at the paper's gates", **count)
-
-
-def misses_mode(task: Toy, c: int, z: Tensor, bundle: Tensor, token: Tensor) -> bool:
-    """Are a step's tokens in the bundle not the joint mode, given what else is visible in the answer z (m,) of context
-    c? The bundle may have visible tokens, which are edited."""
-    support = task.support[c]
-    possible = ((support == z) | (z == task.mask_id) | bundle).all(-1)
-    tuples, which = support[:, bundle].unique(dim=0, return_inverse=True)
-    joint = torch.zeros(len(tuples), dtype=torch.float64).scatter_add(0, which, task.prob[c] * possible)
-    written = joint[(tuples == token[bundle]).all(-1)].sum()
-    return bool(written < joint.max() - 1e-9)
-
-
-WHAT = {what.__name__: what for what in (bits, draws, names, shares, controls, steps)}
+WHAT = {what.__name__: what for what in (bits, draws, names, controls)}
 
 
 @command

@@ -20,7 +20,6 @@ for task in modes pairs mixed copy gaussian permutation sum; do
     as_long=4000
   fi
   python train.py $on_base --out_dir $out/$task-causal
-  python -m experiments.measure steps --ckpt $out/$task-base --system "paper, $task" --seed $seed --out $out/steps.jsonl
   echo "-- causal"
   python evaluate.py --ckpt $out/$task-causal
   python train.py --config configs/toy_base.toml $run --corruption mask --max_iters $as_long --out_dir $out/$task-masks

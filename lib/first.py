@@ -1,7 +1,6 @@
 """A setting that must be made before torch is imported. So every script but tiny.py imports this first.
 
-A thread that waits for another one sleeps. By default it keeps its core busy, and on a busy machine it takes the time
-of the thread for which it waits: a small model was trained 17 times slower by two threads than by one.
+A thread that waits sleeps. By default it keeps its core busy, which on a busy machine is slower, up to 17 times.
 """
 
 import os

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lib.rows import read_meta, read_split
+from lib.rows import read_split
 from lib.tokenizer import Tokenizer, load_tokenizer
 from lib.util import MASK, generator, printable
 
@@ -34,15 +34,13 @@ def as_written(prompt: str) -> str:
     """A typed beginning in the form of names: in upper case, and each _ is a hole. A blank belongs to the token after
     it, so there is none at the end or before a hole."""
     text = prompt.upper().replace("_", MASK)
-    if prompt != prompt.upper():
-        print(printable(f"names are in upper case: {text}"))
     return re.sub(rf"\s+({MASK}|$)", r"\1", text)
 
 
 def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]:
     """n names of data/names, "held out" or "trained" on: name -> the first third of its tokens, rounded up."""
     split = "val" if group == "held out" else "train"
-    documents, starts, _ = read_split(FOLDER / f"{split}.safetensors", read_meta(FOLDER).vocab_size)
+    documents, starts, _ = read_split(FOLDER / f"{split}.safetensors")
     own = load_tokenizer(FOLDER)
     order = torch.randperm(len(starts) - 1, generator=generator("names", group))
     prompts = {}

@@ -81,10 +81,8 @@ def save_settings(args: Namespace) -> None:
 
 
 def written_from(folder: Path, place: Path | str) -> str:
-    """How a file in `folder` names a place, so that both may be moved together: relative where possible."""
-    path = os.path.realpath(place)
-    with suppress(ValueError):  # on another drive of Windows
-        path = os.path.relpath(path, os.path.realpath(folder))
+    """How a file in `folder` names a place, so that both may be moved together."""
+    path = os.path.relpath(os.path.realpath(place), os.path.realpath(folder))
     return "scratch" if place == "scratch" else Path(path).as_posix()
 
 
@@ -110,31 +108,18 @@ def check_hash(args: Namespace, name: str, found: str, place: Path | str) -> Non
 
 
 # --- the log
-FIGURES = dict(
-    loss="Eq. 1, both stages together, in nats a token",
-    grad_norm="the gradient's norm before it is clipped",
-    lr="the learning rate",
-    tokens="the tokens of the step without padding",
-    ms="the time of the step in milliseconds",
-    m2t_A="Stage A's cross-entropy at masks, in nats a position, as in all lines below",
-    edit_A="Stage A's at wrong tokens",
-    clean_A="Stage A's at right tokens",
-    m2t_A_bundle="Stage A's at the masks of Stage B's bundle",
-    m2t_B="Stage B's at the masks of its bundle",
-    edit_B="Stage B's at wrong tokens",
-    clean_B="Stage B's at right tokens",
-    marker="the root mean square of the markers",
-    states="that of the states at the bundle, to which a marker is added",
-    B_less_A="m2t_B minus m2t_A_bundle: below 0, Stage B fills its bundle better than Stage A",
-)
+LEGEND = """the figures of the log:
+  m2t, edit, clean   cross-entropies in nats at masks, wrong and right tokens: of Stage A (_A) and Stage B (_B)
+  m2t_A_bundle       Stage A's at the masks of Stage B's bundle; B_less_A: m2t_B minus this
+  marker, states     root mean squares of the markers, and of the states to which they are added
+  loss, tokens, ms   of the step: Eq. 1 in nats a token, tokens without padding, milliseconds"""
 
 
-def report(record: dict, log: Path | None) -> None:
-    """Append a record to log.jsonl (None in a process that does not write). Its `step` says how many updates came
-    before it. A validation that is there already is not written again: the run was stopped after it, and goes on."""
-    if log is None:
-        return
-    util.check_same_folder(log.parent)
+def report(record: dict, folder: Path) -> None:
+    """Append a record to the run's log.jsonl. Its `step` says how many updates came before it. A validation that is
+    there already is not written again: the run was stopped after it, and goes on."""
+    log = folder / "log.jsonl"
+    util.check_same_folder(folder)
     if "val" in record and any("val" in r and r["step"] == record["step"] for r in read_lines(log, {"step": int})):
         return
     with open(log, "a", newline="\n") as file:
@@ -142,16 +127,12 @@ def report(record: dict, log: Path | None) -> None:
 
 
 def show(record: dict, title: str, explained: bool = False) -> None:
-    """Print a record. explained: say first what the figures are. If nobody reads on (`| head`), the run is asked to
-    stop, as by a signal."""
-    lines = []
-    if explained:
-        lines.append("the figures of the log:")
-        names = [name for name in ("loss", "grad_norm", "lr", "tokens", "ms", *record) if name in FIGURES]
-        lines += [f"  {name:13} {FIGURES[name]}" for name in names]
+    """Print a record. explained: after LEGEND. If nobody reads on (`| head`), the run is asked to stop, as by a
+    signal."""
     figures = [f"{k} {v:.4g}" for k, v in record.items() if k not in ("step", "val")]
+    line = " | ".join([title, *figures])
     try:
-        tqdm.write("\n".join([*lines, " | ".join([title, *figures])]))
+        tqdm.write(f"{LEGEND}\n{line}" if explained else line)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         signal.raise_signal(signal.SIGTERM)
@@ -225,34 +206,17 @@ def interruptible() -> Iterator[list[int]]:
 HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # Windows has none
 
 
-def verdict(validation: dict[str, float]) -> str:
-    """The last validation in a sentence."""
-    if "B_less_A" not in validation:
-        return f"Stage A's cross-entropy at masks is {validation.get('m2t_A', math.nan):.2f} nats a position"
-    gain = validation["B_less_A"]
-    if abs(gain) > 0.01:
-        return f"Stage B {'saves' if gain < 0 else 'costs'} {abs(gain):.2f} nats a position against Stage A"
-    return f"Stage B fills its bundle as Stage A does ({gain:+.5f} nats a position)"
-
-
-def rise(validation: dict[str, float], log: Path) -> str:
-    """A line that says by how much the last validation is above an earlier one; nothing if it is not."""
-    name = "m2t_B" if "m2t_B" in validation else "m2t_A"
-    last = validation.get(name, 0.0)
-    before = [(r[name], r["step"]) for r in read_lines(log, {"step": int}) if "val" in r and name in r]
-    least, step = min(before, default=(last, 0))
-    risen = f"on held-out rows {name} has risen from {least:.2f} after step {step} to {last:.2f}: take fewer steps\n"
-    return risen if last > least + 0.01 else ""
-
-
 def tell_what_is_next(saved: int, args: Namespace, validation: dict[str, float] | None = None) -> None:
-    """Print what the last validation says, and the command that goes on or shows what was learned."""
-    if validation:
-        print(f"at the validation after step {validation['step']}: {verdict(validation)}")
-        print(rise(validation, Path(args.out_dir) / "log.jsonl"), end="")
+    """Print the last validation beside the best one, and the command that goes on or shows what was learned."""
+    name = "m2t_B" if "m2t_B" in (validation or {}) else "m2t_A"
+    records = read_lines(Path(args.out_dir) / "log.jsonl", {"step": int}) if validation else []
+    found = [(record[name], record["step"]) for record in records if "val" in record and name in record]
+    if found:
+        last, best = found[-1], min(found)
+        print(f"on held-out rows {name} is {last[0]:.4g} after step {last[1]}; the least is {best[0]:.4g}, "
+              f"after step {best[1]}")  # fmt: skip
     if saved < args.max_iters:
-        script = sys.argv[0] if sys.argv[0].startswith("-m ") else quoted(sys.argv[0])
-        again = f"python {script} --init_from resume --out_dir {quoted(args.out_dir)}"
+        again = f"python {quoted(sys.argv[0])} --init_from resume --out_dir {quoted(args.out_dir)}"
         print(f"saved at step {saved} of {args.max_iters}; go on with: {again}")
     else:
         print(f"done; what it does now: python evaluate.py --ckpt {quoted(args.out_dir)}")

@@ -96,9 +96,6 @@ def bpe_tokenizer(
         added = {token["content"]: token["id"] for token in spec["added_tokens"]}
         special = {token["content"]: token["id"] for token in spec["added_tokens"] if token.get("special")}
         ids = [*(spec["model"]["vocab"] | added).values()]
-        if not all(type(i) is int and 0 <= i < 2**20 for i in ids) or len(set(ids)) < len(ids):
-            raise ValueError("its ids are not different numbers in 0..1,048,575")
-
         if add_mask and mask_id is None and not special.keys() & {*MASK_TOKENS}:
             mask_id = 1 + max(ids)
         eos_id, mask_id = end_and_mask(path, ids, special, eos_id, mask_id)
@@ -141,11 +138,10 @@ def end_and_mask(
 ) -> tuple[int, int]:
     """The token that ends a text, and the mask, by name where no id is given. A mask that the file lacks is added to
     `special`."""
-    named = next((special[name] for name in MASK_TOKENS if name in special), mask_id)
     if eos_id is None:
         eos_id = special.get(EOS_TOKEN)
     if mask_id is None:
-        mask_id = named
+        mask_id = next((special[name] for name in MASK_TOKENS if name in special), None)
     elif mask_id not in ids:
         special.setdefault(MASK_TOKEN, mask_id)
 
@@ -155,8 +151,6 @@ def end_and_mask(
                  "by add_special_tokens of `tokenizers`")  # fmt: skip
         if i not in special.values():
             fail(f"{path}: token {i}, which should be {name}, is not among its special tokens")
-    if mask_id != named:
-        fail(f"{path}: its mask is token {named}, and {mask_id} was said to be the mask")
     return eos_id, mask_id
 
 

@@ -117,17 +117,15 @@ def decoder_of(row: str, n_rounds: int) -> tuple[Decoding, Callable[..., Step]]:
     return Decoding(**Q | dict(n_rounds=n_rounds) | changes), step
 
 
-def row_of(model: Model, row: str | None = None, decode: str | None = None) -> str:
-    """The row of Table 2 that is asked for by its name or by --decode, if it is one of this model's weights."""
+def row_of(model: Model, row: str | None = None) -> str:
+    """A row of Table 2, if it is one of this model's weights; without a name, its row of Table 1."""
     if type(model) is not Model:
         fail(f"{model.cfg.stage_b} Stage B is not a row of the paper's Table 2: judge it with evaluate.py")
     given = "adapter" if model.trained_b else "base"
     if row is None:
-        decode = decode or {"base": "released", "adapter": "paper"}[given]
-        released = {"base": BASE, "adapter": "adapter, Stage B off"}[given]
-        row = {"released": released, "paper": COCOMMIT}.get(decode, decode)
+        row = {"base": BASE, "adapter": COCOMMIT}[given]
     if row not in ROWS:
-        fail(f"{row!r} is no row of Table 2, and no decoder: those are released and paper, and rows are {[*ROWS]}")
+        fail(f"{row!r} is no row of Table 2: those are {[*ROWS]}")
     weights, *_ = ROWS[row]
     if weights != given:
         fail(f"the row {row!r} is about the {weights}, and this is the {given}")

@@ -14,11 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import checkpoint
 import convert_weights
-from checkpoint import about_adapter, base_of
+from checkpoint import attach, base_hash, base_of, check_base, check_fit, empty_model, read_config, save_tensors
 from config import Config
-from convert_weights import BESIDE, FAMILIES, Family, Plan, copies, our_config, plan, read_released, write_checkpoint
+from convert_weights import BESIDE, FAMILIES, Family, Plan, our_config, plan, read_released, write_checkpoint
 from layers import LORA_SCALE
 from lib.util import Parser, command, copy_file, fail, write_json
 
@@ -56,8 +55,9 @@ def released_tensors(found: dict[str, Tensor], shard: list[Plan], adapter: dict[
             # added in float32, then rounded
             delta = LORA_SCALE * adapter[f"{name}lora_B"].float() @ adapter[f"{name}lora_A"].float()
             whole = (whole.float() + delta).to(whole.dtype)
-        shapes = planned.released.values()
-        parts = whole.split([len(whole)]) if len(shapes) == 1 else whole.flatten(0, -2).split([n for n, _ in shapes])
+        parts = [whole]
+        if len(planned.released) > 1:
+            parts = whole.flatten(0, -2).split([rows for rows, _ in planned.released.values()])
         tensors |= zip(planned.released, parts, strict=True)
     return tensors
 
@@ -65,13 +65,12 @@ def released_tensors(found: dict[str, Tensor], shard: list[Plan], adapter: dict[
 def to_hf(src: Path, out: Path) -> None:
     """Convert the model in `src`, or the base of the adapter in `src` with its LoRA, to the released layout."""
     base = base_of(src)
-    about = about_adapter(src)
-    cfg = checkpoint.read_config(src)
+    cfg = read_config(src)
     raw, family = released_config(src, base, cfg)
     adapter = {}
-    if about:
-        checkpoint.check_base(src, checkpoint.base_hash(base))
-        adapter = checkpoint.attach(checkpoint.empty_model(cfg), src)  # of the base shapes alone, which take no memory
+    if base != src:
+        check_base(src, base_hash(base))
+        adapter = attach(empty_model(cfg), src)  # of the base shapes alone, which take no memory
     found = convert_weights.survey(base)
     shards = plan(cfg, family)
     expected = {planned.name: torch.empty(planned.shape, device="meta") for planned in sum(shards, [])}
@@ -79,14 +78,14 @@ def to_hf(src: Path, out: Path) -> None:
         "lm_head.weight": "tied to the embedding",
         "markers": "the released layout has no place for them; they go to markers.safetensors",
     }
-    checkpoint.check_fit(base, found, expected, "the checkpoint is incomplete", dropped)
+    check_fit(base, found, expected, "the checkpoint is incomplete", dropped)
 
     # the other files: the markers, with the n for which they were trained; and the config
-    files = copies(base, *convert_weights.TEXT)
+    files = convert_weights.copies(base, *convert_weights.TEXT)
     markers = adapter.get("markers", found.get("markers"))
     if markers is not None:
         made_for = {"n_last": str(cfg.n_last)}
-        files["markers.safetensors"] = partial(checkpoint.save_tensors, tensors={"markers": markers}, metadata=made_for)
+        files["markers.safetensors"] = partial(save_tensors, tensors={"markers": markers}, metadata=made_for)
     files["config.json"] = partial(write_json, value=raw)
     original = base / "released_config.json"
     if original.exists() and read_released(original)[0] == raw:

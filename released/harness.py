@@ -42,9 +42,7 @@ FOLDER = Path(__file__).parent / "tasks"
 
 
 class Answer(str):
-    """A text, and what it cost: tokens, and full, partial and refresh forwards."""
-
-    cost: dict[str, float]
+    """A text, and its `cost`: tokens, and full, partial and refresh forwards."""
 
     def __new__(cls, text: str, cost: dict[str, float]) -> "Answer":
         answer = super().__new__(cls, text)
@@ -59,9 +57,8 @@ class CoCommit(LM):
     """A checkpoint that lm-eval asks. Every row of a batch is decoded as if it were alone."""
 
     def __init__(
-        self, ckpt: str | Path, out: str | Path, row: str | None = None, decode: str | None = None,
-        gen_length: int = 16384, dtype: str = "fp32", device: str = "auto", batch_size: int | str = 1,
-        max_batch_size: int = 1,
+        self, ckpt: str | Path, out: str | Path, row: str | None = None, gen_length: int = 16384, dtype: str = "fp32",
+        device: str = "auto", batch_size: int | str = 1, max_batch_size: int = 1,
     ):  # fmt: skip
         super().__init__()
         self.ckpt = Path(ckpt).expanduser()
@@ -70,7 +67,7 @@ class CoCommit(LM):
         base = base_of(self.ckpt)
         self.model = load_model(self.ckpt, pick_device(device), DTYPES[dtype])
         self.text = load_tokenizer(base)
-        row = row_of(self.model, row, decode)
+        row = row_of(self.model, row)
         d, self.step = decoder_of(row, self.model.cfg.n_rounds)
         if row == BASE:
             d = replace(SETTINGS[self.model.cfg.decoder], holes=False)  # as the base was made for
@@ -191,9 +188,8 @@ def build_parser() -> Parser:
 
     add = parser.add_argument_group("what answers, and where the answers go").add_argument
     add("--ckpt", type=Path, required=True, help="a model's folder, or an adapter's")
-    add("--decode", choices=["released", "paper"],
-        help="the released decoder, or Stage B with ungated edits (left out: released, or for an adapter paper)")
-    add("--row", choices=ROWS, metavar="NAME", help="decode as this row of Table 2, instead of --decode")
+    add("--row", choices=ROWS, metavar="NAME",
+        help="decode as this row of Table 2 (left out: as the base was made for, or for an adapter as the paper does)")
     add("--gen_length", type=bounded(int, 1, 10**9), default=16384, help="the most tokens of an answer")
     add("--batch_size", type=bounded(int, 1), default=1, help="prompts that are decoded together")
     add("--out", type=Path, required=True, help="a folder; the same command goes on where it stopped")
@@ -216,10 +212,7 @@ def main() -> None:
     from lm_eval.utils import setup_logging
 
     setup_logging(logging.ERROR)
-    model = CoCommit(
-        args.ckpt, args.out, args.row, args.decode, args.gen_length, args.dtype, args.device, args.batch_size
-    )
-
+    model = CoCommit(args.ckpt, args.out, args.row, args.gen_length, args.dtype, args.device, args.batch_size)
     files = dict(zip(args.tasks, args.task_file, strict=True))
     tasks = TaskManager(include_path=FOLDER, include_defaults=False, metadata={k: str(v) for k, v in files.items()})
     log = EvaluationTracker(output_path=str(model.out / "results.json"))

@@ -1,6 +1,8 @@
 """A small random model with confident, varied predictions, and a command line that runs in this process."""
 
+import importlib
 import math
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -104,22 +106,31 @@ def command_line(script, monkeypatch, capsys, *argv: object) -> tuple[int, str, 
     return code, out, err
 
 
-def caller(script, monkeypatch, capsys):
-    """The script in this process: call(...) must succeed, call.fails(...) returns its one line of error."""
+def caller(script, monkeypatch, capsys, *first: object):
+    """The script in this process: call(...) must succeed, call.fails(...) returns its one line of error. first: what
+    every call begins with."""
 
     def call(*args) -> str:
-        code, out, err = command_line(script, monkeypatch, capsys, *args)
-        assert code == 0, err
+        code, out, err = command_line(script, monkeypatch, capsys, *first, *args)
+        assert code == 0, (args, err)
         return out
 
     def fails(*args) -> str:
-        code, _, err = command_line(script, monkeypatch, capsys, *args)
+        code, _, err = command_line(script, monkeypatch, capsys, *first, *args)
         lines = [line for line in err.replace("\r", "\n").splitlines() if line.startswith("error: ")]
         assert (code, len(lines)) == (2, 1) and "Traceback" not in err, err
         return lines[0]
 
     call.fails = fails
     return call
+
+
+def call_line(line: str, more: dict[str, list], monkeypatch, capsys) -> str:
+    """What a page's line `python script.py FLAGS` or `python -m script FLAGS` prints; more: flags behind those, by
+    script."""
+    _, script, *flags = [word for word in shlex.split(line, comments=True) if word != "-m"]
+    module = importlib.import_module(script.removesuffix(".py"))
+    return caller(module, monkeypatch, capsys, *flags)(*more.get(script, []))
 
 
 def random_ids(rows: int, T: int, seed: int = 0, high: int = MASK) -> torch.Tensor:

@@ -17,9 +17,9 @@ from lib.util import write_json
 
 
 # --- rows
-def toy_rows(folder: Path, name: str = "pairs", **sizes) -> Path:
+def toy_rows(folder: Path) -> Path:
     """A toy's prepared folder: 64 rows to train on."""
-    toy.write_toy(folder, name, sizes or dict(V=3, m=2), rows=64, seed=0)
+    toy.write_toy(folder, "pairs", dict(V=3, m=2), rows=64, seed=0)
     return folder
 
 

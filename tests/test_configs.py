@@ -1,7 +1,6 @@
 """What a file of settings says is what runs, and README's path from a text to a sample works line by line.
 `pytest tests/test_configs.py`"""
 
-import importlib
 import re
 import shlex
 import shutil
@@ -10,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from common import ROOT, caller
+from common import ROOT, call_line
 
 import base
 import settings
@@ -45,15 +44,7 @@ def test_lines_of_the_readme_feed_one_another(tmp_path, monkeypatch, capsys):
     for number in range(40):
         (Path("FOLDER") / f"{number}.txt").write_text(f"the text of number {number} " * 3)
     [block] = re.findall(r"^```\n(python prepare\.py FOLDER.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
-    for line in block.splitlines():
-        _, script, *flags = [word for word in shlex.split(line, comments=True) if word != "-m"]
-        if script in ("train.py", "base.py"):
-            flags += SMALL
-        if script == "base.py":
-            flags += ["--preset", "tiny"]
-        module = importlib.import_module(script.removesuffix(".py"))
-        caller(module, monkeypatch, capsys)(*flags)
-
     # the paper's Stage B takes that config, too, though it does not use all of it
-    paper = ["--config", "configs/text.toml", "--stage_b", "paper", "--n_last", 4, "--out_dir", "out/paper", *SMALL]
-    caller(train, monkeypatch, capsys)(*paper)
+    paper = "python train.py --config configs/text.toml --stage_b paper --n_last 4 --out_dir out/paper"
+    for line in [*block.splitlines(), paper]:
+        call_line(line, {"train.py": SMALL, "base.py": [*SMALL, "--preset", "tiny"]}, monkeypatch, capsys)

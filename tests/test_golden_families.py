@@ -110,11 +110,9 @@ def test_other_forms_of_a_release(name, change, tmp_path):
 REFUSED = {
     "model_type = 'sdar_moe'": lambda t, c, s: c.update(model_type="sdar_moe"),
     "use_sliding_window = True": lambda t, c, s: c.update(use_sliding_window=True),
-    "rope_theta = 1000000.0, and 5": lambda t, c, s: c.update(rope_parameters={"rope_theta": 5}),
     "unknown field quantization_config": lambda t, c, s: c.update(quantization_config={"bits": 4}),
     "an mdlm model by its name": lambda t, c, s: c.update(_name_or_path="x/Qwen3-0.6B-diffusion-mdlm-v0.1"),
     "block_size is None": lambda t, c, s: c.pop("block_size"),
-    "lm_head.weight differs from model.embed_tokens.weight": lambda t, c, s: c.update(tie_word_embeddings=True),
     "token 5, which should be <|mask|>": lambda t, c, s: c.update(mask_token_id=5) or s["added_tokens"].pop(1),
     "there is no <|mask|>": lambda t, c, s: c.pop("mask_token_id") and s["added_tokens"].pop(1),
 }

@@ -65,7 +65,7 @@ def trained(fork, on_pairs, tmp_path, monkeypatch, capsys):
 
 def test_it_trains_decodes_and_is_measured(trained, tmp_path, monkeypatch, capsys):
     out, said = trained(Draft)
-    assert "no gradient" not in said
+    assert "no gradient" not in said and "own generator" not in said
 
     # what it has of its own began as its class makes it, has learned, and is in the adapter
     model = load_model(out, "cpu", torch.float32)
@@ -159,7 +159,7 @@ def test_a_stage_b_that_does_not_agree_is_refused(kind, words, fork):
         check_stage_b(tiny_model(stage_b="draft", n_rounds=1))
 
 
-def test_what_learns_nothing_is_said(trained):
+def test_what_learns_nothing_is_said_and_what_draws_past_the_rows_generators(trained):
     """A parameter that is not used; and two factors that are both zero, each of which holds the other there."""
 
     class Idle(Draft):
@@ -170,7 +170,9 @@ def test_what_learns_nothing_is_said(trained):
             self.b = nn.Parameter(torch.zeros(2, cfg.n_embd))
 
         def coordinate(self, h: Tensor, bundle: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
+            h = h + 0 * torch.rand(1)
             return super().coordinate(h + h @ self.a @ self.b, bundle, tokens, ctx)
 
     _, said = trained(Idle)
     assert "no gradient in the second step, or one of zero: unused, a, b" in said
+    assert "draws from torch's own generator" in said

@@ -5,6 +5,8 @@ r"""How an answer is read from a model's text, and when it is right: filters and
     spans       DROP               "Answer: ale, rum"; exact match and F1 are lm-eval's
     programs    HumanEval+, MBPP+  the fenced block that defines the entry point; EvalPlus judges it
 
+Beside its scores lm-eval logs the tokens and forwards of an answer, its `cost` (released/harness.py).
+
 A model may write anything, and the time of some patterns here grows with the square of the text. So a filter sees only
 the last LONGEST characters of an answer, and of a program the first MOST_LINES lines.
 """
@@ -32,11 +34,6 @@ def filtered(find: Callable[[str, dict], str | None]) -> Callable:
         ]
 
     return apply
-
-
-def scored(answer: str, **scores: float) -> dict[str, float]:
-    """What lm-eval logs of an item: its scores, and the tokens and forwards of its answer (released/harness.py)."""
-    return scores | answer.cost
 
 
 def plain(text: str) -> str:
@@ -136,7 +133,7 @@ def number_scores(doc: dict, answers: list[str]) -> dict[str, float]:
     """Right, if any readings differ by less than 1e-3 (DeepSeek-Math, for GSM8K and CMATH alike)."""
     found = readings(answers[0]) if answers[0] else []
     right = any(abs(x - y) < Fraction("1e-3") for x in found for y in readings(doc["gold"]))
-    return scored(answers[0], exact_match=float(right))
+    return {"exact_match": float(right)} | answers[0].cost
 
 
 # --- letters
@@ -166,7 +163,7 @@ def find_letter(answer: str, doc: dict) -> str | None:
 
 
 def letter_scores(doc: dict, answers: list[str]) -> dict[str, float]:
-    return scored(answers[0], exact_match=float(answers[0] == doc["gold"]))
+    return {"exact_match": float(answers[0] == doc["gold"])} | answers[0].cost
 
 
 # --- spans (DROP)
@@ -190,7 +187,7 @@ def span_scores(doc: dict, answers: list[str]) -> dict[str, float]:
         ways = [[squeezed]] + (cut if len(reference) > 1 else [])
         pairs += [get_metrics(spans, reference) for spans in ways]
     em, f1 = map(max, zip(*pairs, strict=True))
-    return scored(answers[0], exact_match=float(em), f1=float(f1))
+    return {"exact_match": float(em), "f1": float(f1)} | answers[0].cost
 
 
 # --- programs
@@ -210,7 +207,7 @@ def find_program(answer: str, doc: dict) -> str | None:
 
 def program_scores(doc: dict, answers: list[str]) -> dict[str, float]:
     """Only what the answer cost: EvalPlus runs programs, and this process never does."""
-    return scored(answers[0])
+    return answers[0].cost
 
 
 number_filter = filtered(find_number)

@@ -81,9 +81,9 @@ def test_which_row_a_run_decodes_by():
     adapter = tiny_model()
     assert row_of(base) == BASE
     assert row_of(adapter) == COCOMMIT
-    assert row_of(adapter, decode="released") == "adapter, Stage B off"
+    assert row_of(adapter, "adapter, Stage B off") == "adapter, Stage B off"
     with pytest.raises(Mistake, match="is about the adapter, and this is the base"):
-        row_of(base, decode="paper")
+        row_of(base, COCOMMIT)
 
 
 def test_the_table(tmp_path, monkeypatch, capsys):

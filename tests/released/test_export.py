@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import asdict, fields
-from functools import partial
 
 import pytest
 import torch
@@ -21,10 +20,7 @@ from released import export
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     """`run(folder)` exports it to tmp_path / "hf" -> what is printed; `run.fails`: its one error."""
-    call = caller(export, monkeypatch, capsys)
-    run = partial(call, "--to", "hf", "--out", tmp_path / "hf", "--src")
-    run.fails = partial(call.fails, "--to", "hf", "--out", tmp_path / "hf", "--src")
-    return run
+    return caller(export, monkeypatch, capsys, "--to", "hf", "--out", tmp_path / "hf", "--src")
 
 
 def test_every_field_of_config_comes_back_or_is_refused(run, tmp_path, monkeypatch):

@@ -1,13 +1,12 @@
 """README's way for a laptop, on tiny checkpoints: convert, ask, prepare, train, ask, export. `pytest tests/released`"""
 
-import importlib
 import re
-import shlex
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
-from common import ROOT, caller
+from common import ROOT, call_line
 
 SMALL = ["--max_iters", "2", "--batch_size", "2", "--seq_len", "32", "--n_last", "2", "--device", "cpu"]
 
@@ -21,11 +20,7 @@ def test_each_command_needs_only_what_those_before_it_wrote(name, only, tmp_path
     for number in range(40):
         Path(f"fineweb_edu/{number}.txt").write_text(f"the text of number {number} " * 3)
     more = {"convert_weights.py": only, "train.py": SMALL, "sample.py": ["--gen_length", "8"]}
-
-    def call(line: str) -> str:
-        _, script, *flags = [word for word in shlex.split(line) if word != "-m"]
-        module = importlib.import_module(script.removesuffix(".py"))
-        return caller(module, monkeypatch, capsys)(*flags, *more.get(script, []))
+    call = partial(call_line, more=more, monkeypatch=monkeypatch, capsys=capsys)
 
     readme = (ROOT / "released" / "README.md").read_text()
     [block] = re.findall(r"^```\n(python convert_weights\.py --src Qwen3.*?)^```", readme, re.S | re.M)
