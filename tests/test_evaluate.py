@@ -1,5 +1,6 @@
 """What decoders do where every answer can be checked. `pytest tests/test_evaluate.py`"""
 
+import math
 import re
 from types import SimpleNamespace
 
@@ -101,15 +102,16 @@ def test_which_position_is_written_next_by_hand(monkeypatch):
 
 
 def test_the_table_of_a_toy_by_hand(monkeypatch, capsys):
-    """Exact conditionals lose TC in one step, and nothing one at a time; this Stage B loses half a nat more at each of
-    four positions. Of the answers in four contexts one is the likeliest, one is possible, two are neither. Each costs a
-    forward, and a pass of two halves."""
+    """Exact conditionals lose TC in one step; this Stage B loses half a nat more at each of four positions. The chain
+    from the left loses nothing, and the other one, here, a nat. Of the answers in four contexts one is the likeliest,
+    one is possible, two are neither. Each costs a forward, and a pass of two halves."""
     t = toy.make("modes", n_ctx=4)
     answers = [t.support[0, 0].tolist(), t.support[1, 2].tolist(), [0] * 4, [t.mask_id] * 4]
     outputs = [Output([], tokens=answer, nfe=dict(full=1, partial=2, refresh=0)) for answer in answers]
     monkeypatch.setattr(evaluate, "generate", lambda model, prompts, d: outputs)
     worse = lambda model, t, c, z, x=None: oracle(model, t, c, z) - (0.0 if x is None else 0.5)  # noqa: E731
     monkeypatch.setattr(evaluate, "answer_log_probs", worse)
+    monkeypatch.setattr(evaluate, "chain_table", lambda model, t, left: t.prob * math.exp(left - 1))
     model = SimpleNamespace(cfg=SimpleNamespace(n_rounds=2, stage_b="paper"), partial_cost=0.5)
     evaluate.evaluate_toy(model, t)
 
@@ -117,7 +119,7 @@ def test_the_table_of_a_toy_by_hand(monkeypatch, capsys):
     rows = [re.split("  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
     for name, lost in {
         "one at a time, from the left": 0,
-        "one at a time, surest first": 0,
+        "one at a time, surest first": 1,
         "all at once": TC,
         "Stage B, all at once": TC + 2,
     }.items():
