@@ -273,6 +273,11 @@ def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
         f"{tmp_path / 'causal'}  causal Stage B, all at once",
     ]
 
+    # a left-to-right model has one way
+    save_model(byte_model(n_layer=2, n_last=1, n_rounds=1, block_length=1), tmp_path / "left")
+    copy_tokens(rows, tmp_path / "left")
+    assert "Stage A" not in run(*short, tmp_path / "left", "--data", rows)
+
     assert "8 masks in the middle" in run(*short, tmp_path / "causal", "--hole", 8)
     assert "--hole 9: blocks have fewer tokens" in run.fails(*short, base, "--hole", 9)
 

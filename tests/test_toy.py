@@ -77,9 +77,9 @@ def test_pairs_and_groups_and_sums_are_what_their_docstrings_say():
     t = make("pairs")
     assert ((t.support[..., 1::2] - t.support[..., 0::2]) % 8 == contexts(t)[:, None, None]).all()
 
-    # (0, 1, 1): both copies are noise, though they are alike
+    # the last two are (0, 1, 1), where both copies are noise, though they are alike, and (1, 1, 1)
     t = make("copy", V=3, m=3, n_ctx=1, eps=0.3)
-    assert t.prob[0, [0, 1, 4]].tolist() == pytest.approx([0.8**2 / 3, 0.8 * 0.1 / 3, 0.1**2 / 3])
+    assert t.prob[0, [0, 1, 4, 13]].tolist() == pytest.approx([0.8**2 / 3, 0.8 * 0.1 / 3, 0.1**2 / 3, 0.8**2 / 3])
 
     t = make("mixed")
     f, u, a, partner = t.support.unbind(-1)
