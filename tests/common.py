@@ -115,7 +115,13 @@ def caller(script, monkeypatch, capsys, *first: object):
         assert code == 0, (args, err)
         return out
 
-    call.fails = lambda *args: refused(script, monkeypatch, capsys, *first, *args)
+    def fails(*args) -> str:
+        code, _, err = command_line(script, monkeypatch, capsys, *first, *args)
+        lines = [line for line in err.replace("\r", "\n").splitlines() if line.startswith("error: ")]
+        assert (code, len(lines)) == (2, 1) and "Traceback" not in err, err
+        return lines[0]
+
+    call.fails = fails
     return call
 
 
@@ -125,15 +131,6 @@ def call_line(line: str, more: dict[str, list], monkeypatch, capsys) -> str:
     _, script, *flags = [word for word in shlex.split(line, comments=True) if word != "-m"]
     module = importlib.import_module(script.removesuffix(".py"))
     return caller(module, monkeypatch, capsys, *flags)(*more.get(script, []))
-
-
-def refused(script, monkeypatch, capsys, *argv: object) -> str:
-    """The one line that tells a user of a mistake."""
-    code, _, err = command_line(script, monkeypatch, capsys, *argv)
-    lines = [line for line in err.replace("\r", "\n").splitlines() if line.startswith("error: ")]
-    assert code == 2, err
-    assert len(lines) == 1 and "Traceback" not in err
-    return lines[0]
 
 
 def random_ids(rows: int, T: int, seed: int = 0, high: int = MASK) -> torch.Tensor:
@@ -177,8 +174,7 @@ def traced(model, prompts: list[list[int]], d: Decoding, **how) -> tuple[list[Ou
 
 
 def assert_as_specified(model, prompts, d: Decoding, step=None) -> list[Output]:
-    """Rows together, with a cache, and a row alone, without one, have the same tokens, forwards of each kind, and
-    blocks before every forward."""
+    """Rows together, with a cache, and a row alone have the same tokens, forwards, and blocks before each forward."""
     outputs, steps = traced(model, prompts, d, step=step)
     for prompt, out, row in zip(prompts, outputs, steps, strict=True):
         tokens, nfe, seen = generate_one(model, prompt, d, step)

@@ -18,8 +18,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(autouse=True)
 def unflushed(monkeypatch):
-    """Files of tests need not outlive a power cut, and to flush them would take a minute. test_mistakes.py tests the
-    order in which files are flushed and renamed, with a function of its own."""
+    """Files of tests need not outlive a power cut. (test_mistakes.py has a function of its own here.)"""
     monkeypatch.setattr(os, "fsync", lambda number: None)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import byte_spec, command_line
+from common import byte_spec, caller, command_line
 from safetensors.torch import load_file
 
 import toy
@@ -66,14 +66,13 @@ def assert_same_end(a, b) -> None:
 def assert_resumes(script, folder, monkeypatch, capsys, *argv) -> Path:
     """A run that was stopped ends bit for bit as a run that was not -> the folder of the latter."""
     whole, halved = folder / "whole", folder / "with a blank"
-    code, out, err = command_line(script, monkeypatch, capsys, *argv, "--out_dir", whole)
-    assert code == 0 and "done; what it does now" in out, err
+    call = caller(script, monkeypatch, capsys)
+    assert "done; what it does now" in call(*argv, "--out_dir", whole)
 
     # Ctrl-C in the second step, then the very line that the run prints
     out = stopped(2, script, monkeypatch, capsys, *argv, "--out_dir", halved)
     name, *again = shlex.split(out.split("go on with: python ")[1].splitlines()[0])
     assert "saved at step 2 of" in out and name == f"{script.__name__}.py"
-    code, _, err = command_line(script, monkeypatch, capsys, *again)
-    assert code == 0, err
+    call(*again)
     assert_same_end(whole, halved)
     return whole

@@ -16,8 +16,7 @@ from train import cocommit_step
 # --- the step
 @pytest.mark.parametrize("T", [24, 8])
 def test_rows_that_are_read_one_by_one_are_asked_for_every_token(T):
-    """All of such a row is masked, also its prompt, and each token reads the clean copy before it, even in a row of a
-    single block."""
+    """All of such a row is masked, also its prompt. Each token reads the clean copy before it, also in one block."""
     model, batch = tiny_model(), a_batch(T=T)
     single = tiny_model(block_length=1)
     ids = batch.clean.masked_fill(batch.real, MASK)

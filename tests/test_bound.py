@@ -1,7 +1,4 @@
-"""The gate's bound (results/theorem): when the likeliest tokens, each by itself, are also the likeliest tuple.
-
-By enumeration of random joint tables. `pytest tests/test_bound.py`
-"""
+"""The gate's bound (results/theorem), by enumeration of random joint tables. `pytest tests/test_bound.py`"""
 
 import pytest
 import torch
@@ -20,8 +17,7 @@ def random_tables(seed: int, n: int, V: int, k: int) -> Tensor:
 
 
 def surest(table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each position's likeliest token alone: their probabilities (n, k), the probability of all of them together (n,),
-    and that of the likeliest tuple (n,)."""
+    """The likeliest tokens, each by itself: their probabilities (n, k), that of all together, and the mode's, (n,)."""
     k = table.dim() - 1
     marginals = [table.sum([j + 1 for j in range(k) if j != i]) for i in range(k)]
     p = torch.stack([marginal.amax(1) for marginal in marginals], dim=1)

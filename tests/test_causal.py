@@ -1,7 +1,4 @@
-"""Causal Stage B: what it sees, its probability of a bundle, its passes, its beam. `pytest tests/test_causal.py`
-
-On random weights, with Show not zero: nothing is hidden by what is not learned yet.
-"""
+"""Causal Stage B: what it sees, its probability of a bundle, its passes, its beam. `pytest tests/test_causal.py`"""
 
 import itertools
 from argparse import Namespace
@@ -18,11 +15,11 @@ import causal
 from cache import Engine
 from causal import CausalModel, bundle_mask, token_before
 from corrupt import kinds
-from decoding import ALL, CAUSAL, PAPER, Decoding
+from decoding import ALL, CAUSAL, Decoding
 from lib.rows import Batch
 from lib.util import generator
 from model import Context, Model
-from sample import denoise, generate
+from sample import generate
 from train import cocommit_step
 
 # R rows, T positions, B block_length, V vocabulary
@@ -145,8 +142,7 @@ def test_decoding_equals_the_specification(d):
 
 @pytest.mark.parametrize("tau, temperature", [(ALL, 0.0), (ALL, 1.0), (0.01, 1.0)])
 def test_passes_find_what_is_found_in_order(tau, temperature, monkeypatch):
-    """Also in draws, which are functions of their random numbers and of the tokens before them. In order, a pass makes
-    one token final."""
+    """Also in draws, by the same random numbers. In order, a pass makes one token final."""
     # smaller weights, whose draws are likely enough to be written together
     model = causal_model(std=0.12, n_layer=3)
     d = replace(CAUSAL, gen_length=9, tau_m2t=tau, temperature=temperature)
@@ -249,20 +245,3 @@ def test_a_wide_beam_finds_the_likeliest_text(start):
     assert best.after[0].tolist() == texts[log_p.argmax()].tolist()
     assert float(best.conf[0].log().sum()) == approx(float(log_p.max()), abs=1e-3)
     assert best.partial.tolist() == [(z[0] == 6).sum(), 2]
-
-
-# --- the decoders
-def test_the_papers_decoder_on_causal_weights_equals_the_specification():
-    """With the paper's gates and edits. Prompts end inside a block or at its end, and some have holes."""
-    d = Decoding(gen_length=9, tau_m2t=0.1, tau_t2t=0.3, holes=True, max_post_steps=3)
-    texts = [prompt(3), prompt(8), holed(16, 3, 9, 12), holed(13, 10, 12)]
-    outputs = assert_as_specified(causal_model(std=0.15), texts, d, denoise)
-    assert all(out.nfe["partial"] > 0 for out in outputs)
-
-
-def test_the_papers_settings_cost_no_step_more():
-    """Nothing is edited, so a block ends with its last mask, whatever tau_t2t says."""
-    model = causal_model()
-    d = replace(CAUSAL, gen_length=9)
-    ours, papers = (generate(model, PROMPTS, replace(d, tau_t2t=tau))[0].nfe for tau in (None, PAPER.tau_t2t))
-    assert ours == papers

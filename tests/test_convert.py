@@ -1,6 +1,4 @@
-"""Weight conversion: every tensor in its place and back, every token id, and what would be silently wrong.
-`pytest tests/test_convert.py`; the golden checkpoint is tests/data/golden_a.
-"""
+"""Weight conversion: every tensor in its place and back, and every token id. `pytest tests/test_convert.py`"""
 
 import json
 from dataclasses import replace

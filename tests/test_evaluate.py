@@ -1,8 +1,6 @@
-"""What decoders do where every answer can be checked. `pytest tests/test_evaluate.py`
+"""What decoders do where every answer can be checked. `pytest tests/test_evaluate.py`"""
 
-A small model of a toy is trained here; the statements are theorems plus "the marginals were learned".
-"""
-
+import math
 import re
 from types import SimpleNamespace
 
@@ -53,8 +51,7 @@ def test_answer_log_probs(monkeypatch):
 
 
 def test_in_one_step_both_stages_pay_tc_and_one_at_a_time_nothing(tmp_path, monkeypatch, capsys):
-    """KL(p || prod q_i) = TC + sum_i KL(p_i || q_i), and after training the sum is below 2 % of TC. Stage B cannot get
-    below TC either."""
+    """KL(p || prod q_i) = TC + sum_i KL(p_i || q_i), in both stages. After training the sum is below 2 % of TC."""
     toy.write_toy(tmp_path / "rows", "pairs", dict(V=3, m=2), rows=20_000, seed=0)
     monkeypatch.setitem(PRESETS, "tiny", tiny_config(n_layer=2, n_embd=32, d_dense=64, n_rounds=1))
     caller(train, monkeypatch, capsys)(*PAIRS, "--data", tmp_path / "rows", "--out_dir", tmp_path / "run")
@@ -91,16 +88,30 @@ def test_with_exact_conditionals_chains_are_exact_and_the_product_pays_tc(task, 
     assert float(toy.kl(t.prob, one_step_table(None, t, False)).mean()) == approx(float(t.tc().mean()), abs=1e-9)
 
 
+def test_which_position_is_written_next_by_hand(monkeypatch):
+    """Alone the first position has .6 .4, and the second one, which is surer, .1 .9. After the second the first has .8
+    .2, and after the first the second has .5 .5. What is written already is sure, and is not written again."""
+    first = {(-1, -1): [0.6, 0.4], (-1, 0): [0.8, 0.2], (-1, 1): [0.8, 0.2]}
+    second = {(-1, -1): [0.1, 0.9], (0, -1): [0.5, 0.5], (1, -1): [0.5, 0.5]}
+    model_says = lambda z: [of.get(tuple(z), [0.99, 0.01]) for of in (first, second)]  # noqa: E731
+    says = lambda model, t, c, z, x=None: torch.tensor([*map(model_says, z.tolist())]).log().double()  # noqa: E731
+    monkeypatch.setattr(evaluate, "answer_log_probs", says)
+    t = Toy("two", 2, torch.tensor([[[0, 1], [1, 0]]]), torch.tensor([[0.5, 0.5]], dtype=torch.float64))
+    assert chain_table(None, t, False)[0].tolist() == approx([0.9 * 0.8, 0.1 * 0.2])
+    assert chain_table(None, t, True)[0].tolist() == approx([0.6 * 0.5, 0.4 * 0.5])
+
+
 def test_the_table_of_a_toy_by_hand(monkeypatch, capsys):
-    """Exact conditionals lose TC in one step, and nothing one at a time; this Stage B loses half a nat more at each of
-    four positions. Of the answers in four contexts one is the likeliest, one is possible, two are neither. Each costs a
-    forward, and a pass of two halves."""
+    """Exact conditionals lose TC in one step; this Stage B loses half a nat more at each of four positions. The chain
+    from the left loses nothing, and the other one, here, a nat. Of the answers in four contexts one is the likeliest,
+    one is possible, two are neither. Each costs a forward, and a pass of two halves."""
     t = toy.make("modes", n_ctx=4)
     answers = [t.support[0, 0].tolist(), t.support[1, 2].tolist(), [0] * 4, [t.mask_id] * 4]
     outputs = [Output([], tokens=answer, nfe=dict(full=1, partial=2, refresh=0)) for answer in answers]
     monkeypatch.setattr(evaluate, "generate", lambda model, prompts, d: outputs)
     worse = lambda model, t, c, z, x=None: oracle(model, t, c, z) - (0.0 if x is None else 0.5)  # noqa: E731
     monkeypatch.setattr(evaluate, "answer_log_probs", worse)
+    monkeypatch.setattr(evaluate, "chain_table", lambda model, t, left: t.prob * math.exp(left - 1))
     model = SimpleNamespace(cfg=SimpleNamespace(n_rounds=2, stage_b="paper"), partial_cost=0.5)
     evaluate.evaluate_toy(model, t)
 
@@ -108,7 +119,7 @@ def test_the_table_of_a_toy_by_hand(monkeypatch, capsys):
     rows = [re.split("  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
     for name, lost in {
         "one at a time, from the left": 0,
-        "one at a time, surest first": 0,
+        "one at a time, surest first": 1,
         "all at once": TC,
         "Stage B, all at once": TC + 2,
     }.items():
@@ -167,6 +178,13 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
     # one row of one's own by flags
     out = run(*argv, tmp_path / "one", tmp_path / "causal", "--tau_m2t", 0.9)
     assert out.count("as asked") == 2 and "base, " not in out
+
+    # of five completions Stage B changes four: two become names, one was a name, and one is none in either
+    written = {0: ["x", "x", "TILDE", "SPACE", "x"], 2: ["DIGIT ONE", "DIGIT TWO", "x", "SPACE", "y"]}
+    found = lambda *of: dict(exist=0, forwards=0, per_token=0, written=written[of[-1].n_rounds])  # noqa: E731
+    monkeypatch.setattr(evaluate, "complete", found)
+    out = run(*argv, tmp_path / "one", "--prompts", 5)
+    assert "Stage B changes 4 of 5 completions: 2 names gained, 1 lost" in out
 
 
 # --- bits
@@ -255,5 +273,22 @@ def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
         f"{tmp_path / 'causal'}  causal Stage B, all at once",
     ]
 
-    assert "2 masks in the middle" in run(*short, tmp_path / "causal", "--hole", 2)
+    # a left-to-right model has one way
+    save_model(byte_model(n_layer=2, n_last=1, n_rounds=1, block_length=1), tmp_path / "left")
+    copy_tokens(rows, tmp_path / "left")
+    assert "Stage A" not in run(*short, tmp_path / "left", "--data", rows)
+
+    assert "8 masks in the middle" in run(*short, tmp_path / "causal", "--hole", 8)
     assert "--hole 9: blocks have fewer tokens" in run.fails(*short, base, "--hole", 9)
+
+
+def test_ms_a_token_by_hand(monkeypatch):
+    """Of four rows in a length of 8 three have a first half. After two of these 4 tokens each are drawn, in .4 s."""
+    rows = [torch.arange(n) for n in (3, 4, 8, 7)]
+    corpus = SimpleNamespace(rows={"val": SimpleNamespace(seq_len=8, rows=rows)})
+    asked = []
+    clock = iter([1.0, 1.4])
+    monkeypatch.setattr(evaluate.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(evaluate, "generate", lambda model, prompts, d: asked.append((prompts, d.gen_length)))
+    assert evaluate.ms_a_token(None, corpus, Decoding(), 2) == approx(400 / 8)
+    assert asked == [([[0, 1, 2, 3]] * 2, 4)]

@@ -110,7 +110,6 @@ def test_other_forms_of_a_release(name, change, tmp_path):
 REFUSED = {
     "model_type = 'sdar_moe'": lambda t, c, s: c.update(model_type="sdar_moe"),
     "use_sliding_window = True": lambda t, c, s: c.update(use_sliding_window=True),
-    "attention_bias = True": lambda t, c, s: c.update(attention_bias=True),
     "unknown field quantization_config": lambda t, c, s: c.update(quantization_config={"bits": 4}),
     "an mdlm model by its name": lambda t, c, s: c.update(_name_or_path="x/Qwen3-0.6B-diffusion-mdlm-v0.1"),
     "block_size is None": lambda t, c, s: c.pop("block_size"),

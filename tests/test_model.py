@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from common import MASK, random_ids, random_lora, tiny_config, tiny_model
 
-from cache import Engine
 from layers import MoE
 from lib.util import generator
 from model import Context, Model, rotary
@@ -15,23 +14,7 @@ from model import Context, Model, rotary
 CLOSE = dict(rtol=1e-4, atol=1e-4)
 
 
-def context(ids: torch.Tensor, model: Model, clean: torch.Tensor | None = None) -> Context:
-    real = torch.ones_like(ids, dtype=torch.bool)
-    return model.context(real) if clean is None else model.read_clean(clean, real)
-
-
 # --- who sees whom
-def test_rows_that_are_read_one_by_one_are_rows_of_blocks_of_one():
-    """One row of a batch has the model's own blocks. There are clean copies, and there is padding."""
-    model, ids, clean = tiny_model(), random_ids(2, 24), random_ids(2, 24, 1)
-    single = tiny_model(block_length=1)
-    real = torch.arange(24) < torch.tensor([[24], [17]])
-    both = model(ids, model.read_clean(clean, real, torch.tensor([True, False])))
-    for row, of in ((0, single), (1, model)):
-        one = slice(row, row + 1)
-        torch.testing.assert_close(both[one], of(ids[one], of.read_clean(clean[one], real[one])), **CLOSE)
-
-
 @pytest.mark.parametrize("block_length", [1, 4])
 def test_a_window_of_two_blocks_by_hand(block_length):
     """A position sees its own block and the one before: of the row itself, or of the clean copy."""
@@ -125,9 +108,8 @@ def with_clean_copy(model: Model, z, clean, real):
 
 @pytest.mark.parametrize("n_last, n_rounds", [(1, 1), (2, 2), (1, 3)])
 @torch.no_grad()
-def test_stage_b_is_eq_4_in_training_and_in_decoding(n_rounds, n_last):
-    """K times h <- LastN(h + 1_S * marker), by hand: in rows, and beside a clean copy, which is not marked. In decoding
-    each block gives the same after the finished blocks before it."""
+def test_stage_b_is_eq_4(n_rounds, n_last):
+    """K times h <- LastN(h + 1_S * marker), by hand: in rows, and beside a clean copy, which is not marked."""
     model = tiny_model(n_rounds=n_rounds, n_last=n_last)
     clean, z, bundle, real = noisy_rows()
     for copy in (None, clean):
@@ -145,35 +127,27 @@ def test_stage_b_is_eq_4_in_training_and_in_decoding(n_rounds, n_last):
         torch.testing.assert_close(of_a, model.last_n(prefix, whole)[:, :24], **CLOSE)
         torch.testing.assert_close(of_b[real], h[:, :24][real], **CLOSE)
 
-    # of_b is now that beside the clean copy
-    assert (of_a - of_b).abs().amax(-1)[bundle].min() > 0.01
-    for start in (0, 8, 16):
-        rows = real[:, start].nonzero()[:, 0]
-        block = slice(start, start + 8)
-        engine = Engine(model, clean[rows, :start].tolist(), n_rounds)
-        states, final = engine.stage_a(z[rows, block])
-        torch.testing.assert_close(final, of_a[rows, block], **CLOSE)
-        found = engine.stage_b(states, bundle[rows, block], z[rows, block])
-        torch.testing.assert_close(found, of_b[rows, block], **CLOSE)
+        assert (of_a - of_b).abs().amax(-1)[bundle].min() > 0.01
 
 
 def test_lora_merged_equals_unmerged():
     """LoRA learns in every qkv and proj, and besides it only the markers learn. At first it changes nothing: B is zero,
     and A is uniform up to 1 / sqrt(n_in), as PEFT's is."""
     model, ids = tiny_model(), random_ids(2, 16)
-    base = model(ids, context(ids, model))
+    ctx = model.context(torch.ones_like(ids, dtype=torch.bool))
+    base = model(ids, ctx)
     model.adapt(4, generator("lora"))
-    assert torch.equal(model(ids, context(ids, model)), base)
+    assert torch.equal(model(ids, ctx), base)
     A = torch.stack([layer.attn.qkv.lora_A for layer in model.layers])
     assert 0.99 / 8 < A.abs().max() <= 1 / 8 and A.mean().abs() < 0.01
 
     random_lora(model)
     own = {f"layers.{i}.attn.{which}.lora_{x}" for i in range(4) for which in ("qkv", "proj") for x in "AB"}
     assert model.learned().keys() == own | {"markers"}
-    adapted = model(ids, context(ids, model))
+    adapted = model(ids, ctx)
     assert (adapted - base).abs().max() > 0.1
     for layer in model.layers:
         for linear in (layer.attn.qkv, layer.attn.proj):  # y = W x + (alpha / r) B A x
             linear.weight.data += 8.0 / 4 * linear.lora_B.data @ linear.lora_A.data
             linear.lora_A = linear.lora_B = None
-    torch.testing.assert_close(model(ids, context(ids, model)), adapted, **CLOSE)
+    torch.testing.assert_close(model(ids, ctx), adapted, **CLOSE)

@@ -106,8 +106,7 @@ def test_lines_end_as_those_of_unix_and_a_byte_order_mark_is_no_text(tmp_path):
 
 
 def test_what_has_no_text_is_left_out_and_counted_in_one_line(tmp_path, capsys):
-    """A text that is not UTF-8, an empty one, a .json that is no record, lines that are none, and half of a
-    character."""
+    """Not UTF-8, empty, a .json that is no record, lines that are none, and half of a character."""
     (tmp_path / "b.bin").write_bytes(b"\x89\xff")
     (tmp_path / "d.txt").write_text("")
     (tmp_path / "package.json").write_text('{"name": "x"}')
@@ -122,14 +121,11 @@ def test_what_has_no_text_is_left_out_and_counted_in_one_line(tmp_path, capsys):
 
 def test_equal_texts_and_linked_folders_are_read_once_and_tables_are_named(tmp_path, capsys):
     """A link to a folder is followed, also one that leads back, and a link to nowhere is named."""
-    (tmp_path / "in" / "sub").mkdir(parents=True)
-    (tmp_path / "in" / "b.txt").write_text("b")
-    (tmp_path / "in" / "sub" / "again.txt").write_text("b\r\n")
-    (tmp_path / "in" / "c.CSV").write_text("text\nno column is known")
-    (tmp_path / "in" / "nowhere").symlink_to("not there")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "d.txt").write_text("b\n")
-    for name, to in (("link", "out"), ("link2", "out"), ("sub/back", "in")):
+    for folder in ("in/sub", "out"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name, text in (("in/b.txt", "b"), ("in/sub/again.txt", "b"), ("in/c.CSV", "text"), ("out/d.txt", "b\n")):
+        (tmp_path / name).write_text(text)
+    for name, to in (("link", "out"), ("link2", "out"), ("sub/back", "in"), ("nowhere", "not there")):
         (tmp_path / "in" / name).symlink_to(tmp_path / to)
     assert load_text([tmp_path / "in"]) == [("b.txt", "b"), ("link/d.txt", "b\n")]
     said = capsys.readouterr().out.splitlines()

@@ -55,8 +55,7 @@ def test_a_folder_worked_by_hand(tmp_path):
 
 # --- names
 def test_a_name_has_a_random_beginning_that_is_its_prompt():
-    """The prompt has from no token to all tokens of the name except the last one, but never eos or padding. A row
-    always has the same prompt."""
+    """From no token to all tokens of the name except the last one, but never eos or padding; always the same."""
     rows = read_corpus(NAMES, 32, 0, 8, 4).rows["train"]
     x, real, prompt = rows.batch(0, 400)
     n_text = (x != rows.pad_id).sum(-1)

@@ -3,6 +3,7 @@
 import random
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from common import MASK, approx, assert_as_specified, caller, prompt, random_lora, tiny_model, traced
 
+import cache
 import sample
 from checkpoint import save_model
-from decoding import CAUSAL, PAPER, RELEASED, SETTINGS, Decoding, candidates, decoding_of
+from decoding import ALL, CAUSAL, PAPER, RELEASED, SETTINGS, Decoding, candidates, decoding_of
 from lib.util import Mistake
 from sample import SELECT, by_confidence, by_entropy, certified, denoise, from_the_left, generate, generate_one
 
@@ -20,8 +22,7 @@ from sample import SELECT, by_confidence, by_entropy, certified, denoise, from_t
 # --- the specification
 @pytest.mark.parametrize("seed", range(15))
 def test_generate_equals_the_specification_whatever_the_settings(seed, monkeypatch):
-    """Prompts may hold masks, which are filled or left. Blocks may be left with masks, or change back and forth until
-    no more steps are allowed."""
+    """Prompts may hold masks. Blocks may be left with masks, or change until no more steps are allowed."""
     draw = random.Random(seed)
     if seed >= 12:
         monkeypatch.setattr(sample, "MAX_STEPS", 0)
@@ -41,6 +42,7 @@ def test_generate_equals_the_specification_whatever_the_settings(seed, monkeypat
     if seed % 4 > 1:
         random_lora(model)
     d = replace(d, holes=draw.random() < 0.5, select=draw.choice([*SELECT]))
+    monkeypatch.setattr(cache, "PIECE", draw.choice([1, 8, 512]))  # so much of a prompt is read at a time
     assert_as_specified(model, prompts, d)
 
 
@@ -86,26 +88,6 @@ def test_what_a_decode_costs_is_what_runs():
         nfe = generate(model, [prompt(3)], d)[0].nfe
         assert nfe == dict(full=full, refresh=refresh, partial=partial)
         assert len(first) == full + refresh and len(last) == len(first) + partial
-
-
-# --- given text
-def test_holes_are_filled_and_what_is_given_stays():
-    """One prompt has holes in the first of three blocks, one only in the last, and one has none. The model edits, but a
-    given token never changes."""
-    texts = [prompt(20), prompt(13), prompt(11)]
-    texts[0][2] = texts[0][5] = texts[1][12] = MASK
-    d = Decoding(gen_length=6, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3, holes=True, eos_early_stop=False)
-    outputs, rows = traced(tiny_model(), texts, d)
-    for out, steps, text in zip(outputs, rows, texts, strict=True):
-        holes = [i for i, token in enumerate(text) if token == MASK]
-        assert [i for i in range(len(text)) if out.prompt[i] != text[i]] == holes and MASK not in out.prompt
-        written = {at for s in steps for at in s["fill"] + s["edit"]}
-        assert {at for at in written if at < len(text)} == set(holes) and len(out.tokens) == 6
-    assert [steps[0]["start"] for steps in rows] == [0, 8, 8]
-    assert any(s["edit"] for steps in rows for s in steps)
-    # gen_length may be 0, so that only holes are filled; the released decoder leaves a mask in a finished block
-    assert generate(tiny_model(), texts[:1], replace(d, gen_length=0))[0].tokens == []
-    assert generate(tiny_model(), texts[:1], replace(d, holes=False))[0].prompt == texts[0]
 
 
 # --- one step
@@ -223,6 +205,7 @@ def test_a_block_that_never_ends_is_left_with_a_warning(monkeypatch):
     monkeypatch.setattr(model, "logits", lambda h: logits.expand(len(h), -1, -1))
     out = assert_as_specified(model, [prompt(3)], Decoding(gen_length=5))[0]
     assert out.tokens == [MASK] * 5 and "no step fills them" in out.warning
+    assert out.nfe["full"] == 1  # greedy, a step that changes nothing is the last; a draw may be another one
     monkeypatch.setattr(sample, "MAX_STEPS", 6)
     out = generate(model, [prompt(3)], Decoding(gen_length=5, temperature=0.01))[0]
     assert out.nfe["full"] == 6 + 8 and out.warning
@@ -242,12 +225,14 @@ TRAINED = replace(PAPER, n_rounds=2)
     ("paper", "--tau_t2t none --select left", replace(TRAINED, tau_t2t=None, select="left")),
     ("causal", "--tau_m2t 0.5 --beam 4", replace(CAUSAL, tau_m2t=0.5, beam=4)),
     ("a2d", "", SETTINGS["a2d"]),
+    ("causal", "--n_rounds 0 --select left", replace(RELEASED, select="left")),
     # what is drawn is not drawn again, unless that is asked for
     ("paper", "--temperature 1", replace(TRAINED, temperature=1.0, tau_t2t=None)),
     ("paper", "--temperature 1 --tau_t2t 0", replace(TRAINED, temperature=1.0)),
     # a flag that the step does not read is refused
     ("causal", "--select left", "causal Stage B does not read it, the paper's step does"),
     ("paper", "--beam 2", "paper Stage B does not read it, causal Stage B does"),
+    ("causal", "--n_rounds 0 --beam 2", "Stage A does not read it"),
     ("paper", "--top_k 4", "nothing without a temperature"),
     ("paper", "--tau_m2t all --select left", "--tau_m2t all fills all masks"),
     ("paper", "--n_rounds 3", "markers for 0..2 rounds"),
@@ -267,9 +252,26 @@ def test_what_a_decode_defaults_to(kind, argv, expected):
             decoding_of(args, model)
 
 
+def test_what_a_run_says_that_it_cost_and_ran_by():
+    nfe = dict(full=6, partial=4, refresh=1)
+    forwards = "forwards: 6 full + 4 partial x 0.375 + 1 refresh = 8.5"
+    assert [sample.cost(n, nfe, 3 / 8) for n in (0, 1, 5)] == [
+        f"0 tokens; {forwards}", f"1 token; {forwards}, 8.500 per token", f"5 tokens; {forwards}, 1.700 per token",
+    ]  # fmt: skip
+    paper, causal = tiny_model(), tiny_model(stage_b="causal", n_rounds=1)
+    for model, d, says in (
+        (paper, TRAINED, "Stage B, n = 2 of 4, K = 2, gates 0.7 and 0"),
+        (paper, replace(RELEASED, select="left"), "Stage A alone, gates 0.7 and 0.5, selected by left"),
+        (paper, replace(TRAINED, tau_m2t=ALL, temperature=0.5), "K = 2, all at once, drawn at temperature 0.5"),
+        (causal, replace(CAUSAL, tau_m2t=0.5, beam=2), "causal Stage B, n = 2 of 4, K = 1, the longest run above 0.5"),
+        (causal, replace(CAUSAL, n_rounds=0, tau_m2t=1.0), "Stage A alone, gates 1 and none"),
+    ):
+        assert says in sample.what_ran(Path("x"), model, d)
+
+
 def test_ms_a_token(tmp_path, monkeypatch, capsys):
     """The time of decoding is divided by the tokens that were written, filled holes among them."""
-    save_model(tiny_model(), tmp_path)
+    save_model(tiny_model(max_len=264), tmp_path)  # room for the prompt of 3, and 256 more, in blocks of 8
     clock = iter([1.0, 3.1])
     monkeypatch.setattr(sample.time, "perf_counter", lambda: next(clock))
     prompt_ids = f"5,{MASK},9"

@@ -1,8 +1,4 @@
-"""Text to ids and back: bytes, merges, and which library reads what. `pytest tests/test_tokenizer.py`
-
-The ids of the released tokenizer are in test_convert.py. What the `tokenizers` library reads is tested where it is
-installed.
-"""
+"""Text to ids and back: bytes, merges, and which library reads what. `pytest tests/test_tokenizer.py`"""
 
 import json
 import sys
@@ -77,8 +73,7 @@ def test_blanks_go_to_the_word_behind_them_however_many_there_are(pattern):
 
 
 def test_ids_of_a_plain_bpe_are_those_of_the_library_that_made_it():
-    """The ids of random texts are those that were recorded: in prompts the names of special tokens are tokens, and in
-    documents they are text."""
+    """In prompts the names of special tokens are tokens, and in documents they are text."""
     t = bpe_tokenizer(BPE / "stock.json")
     lines = [json.loads(line) for line in (BPE / "stock.jsonl").read_text().splitlines()]
     assert len(lines) == 60 and t.pattern == GPT2

@@ -36,7 +36,6 @@ def test_table_is_a_distribution_and_the_context_matters(name):
     table = torch.zeros(t.n_ctx, t.V**t.m).scatter_add_(1, number, t.prob.float())
     assert ((table > 0).sum(-1) == t.support.shape[1]).all()
     assert (torch.cdist(table, table, p=1).fill_diagonal_(2) > 0.1).all()
-    assert t.n_ctx == {"pairs": 8, "mixed": 8, "sum": 5}.get(name, 32)
 
 
 def entropy(p: list[float]) -> float:
@@ -78,9 +77,9 @@ def test_pairs_and_groups_and_sums_are_what_their_docstrings_say():
     t = make("pairs")
     assert ((t.support[..., 1::2] - t.support[..., 0::2]) % 8 == contexts(t)[:, None, None]).all()
 
-    # (0, 1, 1): both copies are noise, though they are alike
+    # the last two are (0, 1, 1), where both copies are noise, though they are alike, and (1, 1, 1)
     t = make("copy", V=3, m=3, n_ctx=1, eps=0.3)
-    assert t.prob[0, [0, 1, 4]].tolist() == pytest.approx([0.8**2 / 3, 0.8 * 0.1 / 3, 0.1**2 / 3])
+    assert t.prob[0, [0, 1, 4, 13]].tolist() == pytest.approx([0.8**2 / 3, 0.8 * 0.1 / 3, 0.1**2 / 3, 0.8**2 / 3])
 
     t = make("mixed")
     f, u, a, partner = t.support.unbind(-1)
@@ -93,8 +92,8 @@ def test_pairs_and_groups_and_sums_are_what_their_docstrings_say():
 
 @pytest.mark.parametrize(("levels", "m", "rho"), [(2, 2, 0.9999), (8, 3, 0.3)])
 def test_gaussian_has_the_orthant_probabilities(levels, m, rho):
-    """All z_i are positive with probability 1/4 + asin(rho) / 2 pi for two of them, and 1/8 + 3 asin(rho) / 4 pi for
-    three. Each context shifts the levels, and the first tuple, (0, .., 0) before the shift, shows by how much."""
+    """All z_i are positive with probability 1/4 + asin(rho) / 2 pi for two, and 1/8 + 3 asin(rho) / 4 pi for three.
+    Each context shifts the levels, and the first tuple, (0, .., 0) before the shift, shows by how much."""
     t = make("gaussian", levels=levels, m=m, rho=rho, n_ctx=2)
     positive = ((t.support - t.support[:, :1]) % levels >= levels // 2).all(-1)
     expected = {2: 0.25 + math.asin(rho) / (2 * math.pi), 3: 0.125 + 3 * math.asin(rho) / (4 * math.pi)}[m]
@@ -108,13 +107,6 @@ def test_distances_by_hand():
     expected = [0.25 * math.log(9 / 4) + 0.75 * math.log(27 / 4), math.log(9 / 2)]
     assert kl(BY_HAND.prob, table).tolist() == pytest.approx(expected)
     assert kl(BY_HAND.prob, table * torch.tensor([0.0, 1.0]))[0] == math.inf
-
-
-def test_log_prob():
-    c = torch.tensor([0, 0, 0, 1, 1])
-    tuples = torch.tensor([[0, 1], [2, 0], [1, 1], [1, 1], [1, BY_HAND.mask_id]])
-    expected = [math.log(0.25), math.log(0.75), -math.inf, math.log(0.5), -math.inf]
-    assert BY_HAND.log_prob(c, tuples).tolist() == expected
 
 
 def test_quantile_at_the_ends_of_the_unit_interval():
@@ -155,10 +147,25 @@ def test_rows_to_train_on_follow_the_seed_and_those_of_validation_never(tmp_path
 
 
 # --- the script
+@pytest.mark.parametrize("name, size, says", [
+    ("copy", "V=1025", "V must be in 2..1024"), ("copy", "m=33", "m must be in 2..32"),
+    ("copy", "n_ctx=129", "n_ctx must be in 1..128"), ("copy", "eps=1.1", "eps must be in 0..1"),
+    ("gaussian", "levels=1025", "levels must be in 2..1024"), ("gaussian", "rho=1", "rho must be in 0..0.9999"),
+    ("pairs", "m=3", "an even m"), ("mixed", "m=6", "that 4 divides"), ("copy", "m=6", "8**6 = 262,144 tuples"),
+    ("permutation", "m=9", "m <= V"), ("copy", "rho=0.1", "does not use rho"), ("copy", "V=x", "not a size"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused_before_anything_is_written(name, size, says, tmp_path, monkeypatch, capsys):
+    assert says in caller(toy, monkeypatch, capsys).fails(name, size, "--out", tmp_path / "rows")
+    assert not (tmp_path / "rows").exists()
+
+
 def test_a_row_for_each_task(monkeypatch, capsys):
     """V, m, contexts and answers; H and TC; and the share of possible answers if one step draws."""
     lines = [line.split() for line in caller(toy, monkeypatch, capsys)().splitlines()]
-    assert [line[0] for line in lines[1:8]] == list(toy.TASKS)
+    assert [(name, *map(int, numbers)) for name, *numbers, _, _, _ in lines[1:8]] == [
+        ("modes", 24, 4, 32, 3), ("pairs", 8, 4, 8, 8**2), ("mixed", 8, 4, 8, 8**2), ("copy", 8, 4, 32, 8**4),
+        ("gaussian", 8, 3, 32, 8**3), ("permutation", 8, 4, 32, 24), ("sum", 5, 3, 5, 5**2),
+    ]  # fmt: skip
 
     # modes: two positions have symbols with .4 .3 .3, and two with .4 .6
     exact = [entropy([0.4, 0.3, 0.3]), TC_OF_MODES, 0.4**4 + 2 * 0.3**2 * 0.6**2]

@@ -114,6 +114,23 @@ def test_learning_rate_warms_up_and_ends_at_zero():
     assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
 
 
+def test_an_update_by_hand(tmp_path, run, monkeypatch, scratch):
+    """By plain descent: the gradient is cut to a norm of 1, and each expert's bias moves by .001, up or down."""
+
+    def descent(learned: dict, peak: float, marker_rate: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD([dict(params=[*learned.values()], peak=peak)], peak)
+
+    monkeypatch.setitem(train.OPTIMIZERS, "adamw", descent)
+    run(*scratch, "--max_iters", 1, "--out_dir", tmp_path)
+    record = end_state(tmp_path)[1][1]
+    model = load_model(tmp_path, "cpu", torch.float32)
+    begun = checkpoint.new_model(model.cfg, generator(0, "init"))
+    moved = torch.cat([(p - q).flatten() for p, q in zip(model.parameters(), begun.parameters(), strict=True)])
+    assert record["grad_norm"] > 2 and float(moved.detach().norm()) == approx(record["lr"], rel=1e-3)
+    for bias in model.buffers():
+        assert set(bias.tolist()) <= {torch.tensor(x).item() for x in (-0.001, 0.0, 0.001)} and bias.any()
+
+
 # --- a run
 def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path, run, monkeypatch, scratch):
     """From the third step on the rate is 1e30."""
@@ -175,17 +192,14 @@ def test_an_adapter_run_moves_the_adapter_alone_and_resumes_on_its_base(
     assert all(adapter[name].any() for name in model.learned())
     assert (model.cfg.n_last, model.cfg.n_rounds) == (3, K)
 
-    # another base in the place of its own
+    # after an out-of-memory error it goes on with smaller batches; another base in the place of its own is refused
     stopped(3, train, monkeypatch, capsys, *six, "--out_dir", b)
     resume = ["--init_from", "resume", "--out_dir", b, "--micro_batch", 4, "--checkpointing"]
-    model = load_model(base, "cpu", torch.float32)
-    model.wte.weight.data *= 2
-    checkpoint.save_model(model, base)
-    assert f"(config, tokenizer or weights) than {base} holds now" in run.fails(*resume)
-    (base / "model.safetensors").write_bytes(weights)
-
-    run(*resume)  # with what an out-of-memory error wants changed
+    run(*resume)
     assert_same_end(a, b)
+    twice = {name: 2 * tensor for name, tensor in load_file(base / "model.safetensors").items()}
+    checkpoint.save_tensors(base / "model.safetensors", twice)
+    assert f"(config, tokenizer or weights) than {base} holds now" in run.fails(*resume)
 
 
 def test_a_run_is_extended(tmp_path, run, monkeypatch, scratch):
@@ -211,9 +225,8 @@ def test_a_run_is_extended(tmp_path, run, monkeypatch, scratch):
 
 # --- all weights of a checkpoint
 def test_all_weights_of_a_checkpoint_learn(tmp_path, run, monkeypatch, capsys):
-    """With --lora_r 0 the run writes a model's folder, and the checkpoint that it starts from does not change. Sizes
-    that are left out are the checkpoint's."""
-    source = names_folder(tmp_path / "source", block_length=4)
+    """With --lora_r 0, into a model's folder of its own. Sizes that are left out are the checkpoint's."""
+    source = names_folder(tmp_path / "source", block_length=4, max_len=32)  # as long as the rows
     rows = byte_rows(tmp_path / "rows", prompt=-1, judge={"names": "0"})
     theirs = load_file(source / "model.safetensors")
     argv = ["--data", rows, "--init_from", source, "--lora_r", 0, "--batch_size", 4, "--device", "cpu"]
@@ -229,8 +242,7 @@ def test_all_weights_of_a_checkpoint_learn(tmp_path, run, monkeypatch, capsys):
 
 # --- the rows of a step
 def test_a_step_of_ones_own_gets_its_rows_in_order(tmp_path, monkeypatch, scratch, pairs):
-    """Four at a time, and eight times as many to validate, also before the first step. A step is told how much of the
-    run is done."""
+    """Four at a time, and eight times as many to validate. A step is told how much of the run is done."""
     seen = []
     elapsed = []
 

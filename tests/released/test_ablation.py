@@ -1,12 +1,11 @@
 """The rows of Table 2: what each may do in the place of the paper's step. `pytest tests/released`"""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from common import caller, names_folder, prompt, random_adapter, tiny_model
+from common import caller, names_folder, random_adapter, tiny_model
 
 from decoding import Decoding
 from evaluate import complete
@@ -14,19 +13,8 @@ from lib.names import draw_names
 from lib.tokenizer import load_tokenizer
 from lib.util import Mistake
 from released import ablation
-from released.ablation import BASE, COCOMMIT, GATED, MECHANISM, ROWS, decoder_of, row_of
-from sample import denoise, generate
-
-
-def test_without_marker_stage_b_writes_what_stage_a_would():
-    model = tiny_model()
-    found = []
-    for row in ("adapter, Stage B off", GATED, "Stage B without marker"):
-        d, step = decoder_of(row, 1)
-        found += generate(model, [prompt(5)], replace(d, gen_length=24), step=step)
-    off, on, without = found
-    assert without.tokens == off.tokens != on.tokens
-    assert without.nfe["partial"] > 0 == off.nfe["partial"]
+from released.ablation import BASE, COCOMMIT, MECHANISM, ROWS, decoder_of, row_of
+from sample import denoise
 
 
 def one_step(z: list[int], row: str, sure: tuple[float, ...] = (9.0,) * 5):

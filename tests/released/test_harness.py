@@ -151,9 +151,7 @@ def test_lm_evals_own_command_logs_the_same(run, weights, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("answer, references, em, f1", [
     ("49", [["47"], ["49"]], 1, 1.0),
-    ("ale, rum, and gin", [["ale", "rum", "gin"]], 1, 1.0),
     ("ale, rum, gin", [["ale", "rum"]], 0, 0.67),
-    ("", [["13"]], 0, 0.0),
 ])  # fmt: skip
 def test_spans_are_scored_by_lm_evals_code(answer, references, em, f1):
     assert rules.span_scores({"references": references}, [harness.Answer(answer, {})]) == {"exact_match": em, "f1": f1}

@@ -1,10 +1,11 @@
 """The paper's tables from samples made by hand, and the statistics. `pytest tests/released/test_tables.py`"""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from common import caller, refused
+from common import caller
 
 from released import harness, tables
 from released.ablation import BASE, COCOMMIT, MECHANISM
@@ -53,13 +54,13 @@ def test_table_1_by_hand(tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_no_run_and_two_of_one_row(tmp_path, monkeypatch, capsys):
-    run = ["main", "--runs", tmp_path]
-    assert "holds no samples_*.jsonl" in refused(tables, monkeypatch, capsys, *run)
+    fails = partial(caller(tables, monkeypatch, capsys).fails, "main", "--runs", tmp_path)
+    assert "holds no samples_*.jsonl" in fails()
     write_run(tmp_path / "a", "gsm8k", BASE, [1.0], 1)
     write_run(tmp_path / "b", "gsm8k", BASE, [1.0], 1)
-    assert "/a and" in refused(tables, monkeypatch, capsys, *run)
+    assert "/a and" in fails()
     (tmp_path / "b" / "settings.json").write_text('{"n_last": 3}')
-    assert "b/settings.json is damaged" in refused(tables, monkeypatch, capsys, *run)
+    assert "b/settings.json is damaged" in fails()
 
 
 def test_only_equal_prompts_are_paired(tmp_path):
@@ -119,4 +120,4 @@ def test_the_papers_figures():
 def test_without_lm_eval_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "LM", object)
     flags = ["--tasks", "gsm8k", "--task_file", "test.jsonl", "--ckpt", tmp_path, "--out", tmp_path / "out"]
-    assert "pip install -e '.[benchmarks]'" in refused(harness, monkeypatch, capsys, *flags)
+    assert "pip install -e '.[benchmarks]'" in caller(harness, monkeypatch, capsys).fails(*flags)

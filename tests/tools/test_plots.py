@@ -1,9 +1,6 @@
 """The figures are what is committed; the loss of a run. `pytest tests/tools/test_plots.py`"""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 from common import ROOT, approx, caller
@@ -52,14 +49,3 @@ def test_the_loss_of_a_run(tmp_path, monkeypatch, capsys):
         assert "log.jsonl is damaged" in caller(plots, monkeypatch, capsys).fails("log", tmp_path)
     (tmp_path / "log.jsonl").write_text("")
     assert "no steps yet" in caller(plots, monkeypatch, capsys).fails("log", tmp_path)
-
-
-def test_what_a_notebook_and_a_users_style_say_is_left_out(tmp_path):
-    """A backend that is not there, and letters by TeX."""
-    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nsvg.fonttype: path\n")
-    own = dict(MPLBACKEND="module://not_there", MATPLOTLIBRC=str(tmp_path / "matplotlibrc"))
-    argv = [sys.executable, "-m", "tools.plots", "text", "--out", str(tmp_path)]
-    done = subprocess.run(argv, cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
-    place, _ = plots.PICTURES["text"]
-    assert done.returncode == 0, done.stderr
-    assert words((tmp_path / place).read_text()) == words((ROOT / place).read_text())
