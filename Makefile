@@ -24,4 +24,4 @@ test-benchmarks:  # BENCH=DIR: also two items of each published file in DIR
 lint: $(VENV)/ready
 	ruff check . && ruff format --check .
 pages: $(VENV)/ready
-	python -m tools.tables && python -m tools.plots
+	python -m tools.tables
