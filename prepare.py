@@ -248,6 +248,8 @@ def next_command(folder: Path, like: Path | None, names: bool) -> str:
     # names have a base, and other text needs one first
     if names:
         return f"python train.py {rows}"
+    if folder == Path("data/mine"):  # the folder of the two configs
+        return "python base.py --config configs/text_base.toml && python train.py --config configs/text.toml"
     base = quoted(f"{out}_base")
     before = f"python base.py --data {quoted(folder)} --out_dir {base} --config configs/text_base.toml"
     return f"{before} && python train.py {rows} --config configs/text.toml --init_from {base}"

@@ -207,14 +207,14 @@ HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # Windows has non
 
 
 def tell_what_is_next(saved: int, args: Namespace, validation: dict[str, float] | None = None) -> None:
-    """Print the last validation beside the best one, and the command that goes on or shows what was learned."""
+    """Print the last validation, and whether it has risen, and the command that goes on or shows what was learned."""
     name = "m2t_B" if "m2t_B" in (validation or {}) else "m2t_A"
     records = read_lines(Path(args.out_dir) / "log.jsonl", {"step": int}) if validation else []
     found = [(record[name], record["step"]) for record in records if "val" in record and name in record]
-    if found:
-        last, best = found[-1], min(found)
-        print(f"on held-out rows {name} is {last[0]:.4g} after step {last[1]}; the least is {best[0]:.4g}, "
-              f"after step {best[1]}")  # fmt: skip
+    if len(found) > 1:
+        (last, step), (best, earlier) = found[-1], min(found)
+        risen = f", and was {best:.4g} after step {earlier}: it has risen, so take fewer steps" if last > best else ""
+        print(f"on held-out rows {name} is {last:.4g} after step {step}{risen}")
     if saved < args.max_iters:
         again = f"python {quoted(sys.argv[0])} --init_from resume --out_dir {quoted(args.out_dir)}"
         print(f"saved at step {saved} of {args.max_iters}; go on with: {again}")
