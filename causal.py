@@ -10,9 +10,10 @@ token, normalised. (The first position of a block is shown a mask: it reads the 
 position of the bundle sees itself, the bundle on its left, and all that is outside the bundle. Positions outside see
 none of it.
 
-In training x_{i-1} is the right token. So the paper's own sum of cross-entropies over the bundle is
+In training x_{i-1} is the right token. So if the bundle has no gaps, the paper's own sum of cross-entropies over it is
 -log prod p(x_i | x_<i) = -log p(bundle), by the chain rule. This is a joint loss: at its optimum no total correlation
-is lost (results/theorem).
+is lost (results/theorem). If visible tokens stand amid the bundle, the last token before each gap is shown to nobody,
+and what it shares with the tokens behind the gap is lost.
 
 In decoding x_{i-1} is a draft at first, which is Stage A's token. A pass of Stage B is `coordinate`, as in training: it
 reads the whole block, and gives a token for every draft. The leftmost token that differs from its draft is final, and

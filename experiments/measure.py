@@ -72,11 +72,12 @@ def draws(args: Namespace) -> Iterator[dict]:
     beginnings = [rows[i][:BEGINNING].tolist() for i in range(16)]
 
     # a step writes the whole block; without Stage B also one byte
-    rules = {"all at once": replace(DRAWN, n_rounds=model.cfg.n_rounds if model.trained_b else 0)}
+    ways = {"all at once": (model, replace(DRAWN, n_rounds=model.cfg.n_rounds if model.trained_b else 0))}
     if not model.trained_b:
-        rules["one at a time"] = replace(DRAWN, tau_m2t=1.0, n_rounds=0)
+        one = replace(DRAWN, tau_m2t=1.0, n_rounds=0)
+        ways |= {"one at a time": (model, one), "in blocks of one": (load(args.ckpt, block_length=1), one)}
 
-    for row, d in rules.items():
+    for row, (model, d) in ways.items():
         found = {}
         for n in (1, 16):
             began = time.perf_counter()
