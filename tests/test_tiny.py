@@ -179,20 +179,21 @@ def test_masks_and_bundles_are_drawn_as_the_full_code_draws_them():
 
 
 # --- the file
-def run(source: str) -> str:
+def run(source: str, *flags: str) -> str:
     """What the file prints."""
     shown = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
-        patch.setattr(sys, "argv", ["tiny.py"])
+        patch.setattr(sys, "argv", ["tiny.py", *flags])
         exec(source, {"__name__": "__main__"})
     return shown.getvalue()
 
 
 def test_without_the_tagged_lines_it_is_a_plain_masked_diffusion_model():
-    """It trains, decodes and prints the rows of Stage A."""
+    """It trains, decodes and prints the rows of Stage A, by seed 0 if no other is given."""
     plain = "\n".join(line for line in SOURCE.splitlines() if not line.endswith(("# CoCommit", "# causal")))
     assert not re.search("markers|coordinate", plain)
     out = run(plain.replace("700", "3"))
+    assert out == run(plain.replace("700", "3"), "--seed", "0") != run(plain.replace("700", "3"), "--seed", "1")
     assert re.findall(r"^Stage .*?(?=  )", out, re.M) == ["Stage A, all at once", "Stage A, gate .7"]
 
 
