@@ -220,16 +220,19 @@ def check_stage_b(model: Model) -> None:
     than in decoding, where a block is read after the finished ones before it, beside blocks of other rows. It is tried
     with noise on Stage B's own parameters, for what is zero would hide a mistake. Raises Mistake."""
     for name, value in vars(model).items():
-        if isinstance(value, (list, tuple)) and any(isinstance(item, nn.Module) for item in value):
-            fail(f"self.{name} hides layers in a Python list, which neither learn nor are saved: use nn.ModuleList")
+        items = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
+        if not name.startswith("_") and any(isinstance(item, (nn.Module, Tensor)) for item in items):
+            fail(f"self.{name} hides layers or tensors, which neither learn nor are saved: make it an nn.ModuleList, "
+                 "nn.ModuleDict, nn.Parameter or buffer")  # fmt: skip
 
     B = model.cfg.block_length
     device = model.wte.weight.device
     g = generator("check_stage_b")
     own = {name: tensor.clone() for name, tensor in model.own().items()}
-    for tensor in model.own().values():
-        if tensor.is_floating_point():
-            tensor += (0.1 * torch.randn(tensor.shape, generator=g)).to(tensor)
+    for name, tensor in model.own().items():
+        if not tensor.is_floating_point():
+            fail(f"{name} is {tensor.dtype}, and an adapter holds floats alone: make it torch.float32")
+        tensor += (0.1 * torch.randn(tensor.shape, generator=g)).to(tensor)
     dtype, model.compute_dtype = model.compute_dtype, torch.float32
 
     # training: three rows of three blocks, in which a third of the tokens are masks, and most masks are the bundle
@@ -268,6 +271,10 @@ def check_stage_b(model: Model) -> None:
     for name, tensor in own.items():
         model.own()[name].copy_(tensor)
     model.compute_dtype = dtype
+
+    # in its own dtype an error comes now, and not when a trained model decodes
+    engine = Engine(model, [[]] * 3, model.cfg.n_rounds)
+    engine.stage_b(engine.stage_a(z[:, :B])[0], bundle[:, :B], tokens[:, :B])
     if moved > 1e-3:
         fail("Stage B sees the answer while it learns: it is told right tokens, and reads them at their own places or "
              "on the right of them; see Model.told")  # fmt: skip
@@ -276,4 +283,4 @@ def check_stage_b(model: Model) -> None:
              "does not run again")  # fmt: skip
     if not off < 1e-3:
         fail(f"Stage B computes something else in training than in decoding: its logits differ by {off:.2g} of their "
-             f"spread. It may read other blocks than its own, or later tokens; see cache.check_stage_b")  # fmt: skip
+             "spread. It may read other blocks than its own, or later tokens, or draw something")  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import checkpoint
 from checkpoint import DTYPES, STAGE_B
-from config import PRESETS
+from config import PRESETS, Config
 from corrupt import CORRUPTIONS
 from lib.optimizers import OPTIMIZERS
 from lib.rows import WHOLE, read_meta, rows_hash
@@ -62,8 +62,8 @@ def build_parser(doc: str) -> Parser:
         help="adamw (paper); or muon, for the matrices of the layers that learn, beside Adam for the rest")
     add("--learning_rate", type=bounded(float, 1e-12), default=3e-4, help="the highest rate (paper 1e-5)")
     add("--marker_rate", type=bounded(float, 0),
-        help=f"the markers' rate as a multiple of --learning_rate, by adamw (paper 1; default: {MARKER_RATE:g} on a "
-             "frozen base, or else 1)")
+        help=f"the markers' rate as a multiple of --learning_rate, by adamw (paper 1; default: {MARKER_RATE:g} for the "
+             "paper's Stage B on a frozen base, or else 1)")
     add("--checkpointing", action=flag, default=False,
         help="recompute the layers in the backward (paper), which is slower and takes less memory")
 
@@ -89,7 +89,8 @@ def settle(args: Namespace) -> None:
     """Take the sizes that were left out from the checkpoint or the rows, and refuse settings that do not fit."""
     refuse_used(args)
     fixed = STAGE_B[args.stage_b].fixed
-    usual = dict(corruption="draft", context="corrupted", marker_rate=MARKER_RATE if saves_adapter(args) else 1.0)
+    as_papers = saves_adapter(args) and args.stage_b == Config.stage_b
+    usual = dict(corruption="draft", context="corrupted", marker_rate=MARKER_RATE if as_papers else 1.0)
     for name, papers in (usual | fixed).items():
         if getattr(args, name) is None:
             setattr(args, name, papers)

@@ -214,7 +214,7 @@ def begin(model: Model, corpus: Corpus, optimizer: torch.optim.Optimizer, args: 
     done = checkpoint.restore_state(model, optimizer, folder) if args.resume else 0
     if done > args.max_iters:
         fail(f"--max_iters {args.max_iters}: this run has taken {done} steps already")
-    if not args.resume and type(model) is not Model:
+    if type(model) is not Model:
         check_stage_b(model)
     lib.run.rewind_log(folder / "log.jsonl", done)
     lib.run.save_settings(args)

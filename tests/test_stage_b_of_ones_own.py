@@ -148,8 +148,24 @@ class Listed(Draft):
         self.more = [Layer(cfg)]
 
 
+class Plain(Draft):
+    """Its tensor is neither a parameter nor a buffer."""
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.more = torch.ones(3)
+
+
+class Counts(Draft):
+    """It counts in whole numbers, which an adapter does not hold."""
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("kind, words", [
-    (Listed, "self.more hides layers"),
+    (Listed, "self.more hides layers"), (Plain, "self.more hides"), (Counts, "seen is torch.int64"),
     (Slot, "keys of its own"), (Sums, "something else in training"), (Told, "sees the answer"),
     (Right, "sees the answer"),
 ])  # fmt: skip
