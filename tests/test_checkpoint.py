@@ -164,7 +164,9 @@ def test_a_shipped_base_has_its_presets_geometry(folder, preset):
     assert cfg == replace(PRESETS[preset], **{name: getattr(cfg, name) for name in of_run})
 
 
-def test_the_presets_of_text_have_all_layers_half_of_them_and_a_third():
+def test_presets():
+    """Blocks are as long as the paper's. Those of text have all layers, half of them, and a third."""
+    assert PRESETS["llada2.1-mini"].block_length == 32
     assert [PRESETS[name].n_layer for name in ("text", "text_small", "text_two")] == [6, 6 // 2, 6 // 3]
 
 

@@ -54,3 +54,8 @@ def test_arrows_point_down_to_what_is_stated(name):
     up = ours - below - (FOLDERS & {here})
     assert {(name, other) for other in up} <= LAZY
     assert "/" in name or not found & {"importlib", "pickle"}
+
+
+@pytest.mark.parametrize("name", [name for name, path in FILES.items() if "\ndef main(" in path.read_text()])
+def test_a_script_runs_when_it_is_called_and_not_when_it_is_imported(name):
+    assert FILES[name].read_text().endswith('\n\nif __name__ == "__main__":\n    main()\n')
