@@ -264,7 +264,11 @@ def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
     write_json(base / "train.json", {"data": str(rows)})
 
     out = run(*short, tmp_path / "paper", tmp_path / "causal")
-    titles = [line.split(", blocks of 8  ")[0] for line in out.splitlines() if ", blocks of 8  " in line]
+    lines = [line.split(", blocks of 8  ") for line in out.splitlines() if ", blocks of 8  " in line]
+    titles = [title for title, _ in lines]
+    for _, figures in lines:
+        a_token, a_byte = map(float, figures.split()[:2])
+        assert a_token <= a_byte < 1.1 * a_token  # every token is a byte, but for eos
     assert titles == [
         f"{base}  Stage A, all at once",
         f"{base}  one at a time, from the left",

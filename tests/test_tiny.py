@@ -168,6 +168,18 @@ def test_the_decoders_are_the_full_codes_in_fifty_settings(kind, monkeypatch):
     assert several >= 10  # or the equality would be hollow
 
 
+def test_training_hides_any_word_but_the_context(monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def ask(may: Tensor) -> Tensor:
+        raise Asked(may[0].tolist())
+
+    monkeypatch.setattr(tiny, "some_of", ask)
+    with pytest.raises(Asked, match=re.escape("[False, True, True]")):
+        tiny.train(tiny.Model())
+
+
 def test_masks_and_bundles_are_drawn_as_the_full_code_draws_them():
     """In the full code the share of masks is uniform: of two words both are masked in 1/3 of the rows, each alone in
     1/6, and none in 1/3. tiny leaves out rows without a mask, which have no loss. So one and two are equally likely, as
