@@ -65,6 +65,12 @@ def test_total_correlation_is_the_known_number(name, params, tc):
     assert t.tc().tolist() == pytest.approx([tc] * t.n_ctx, abs=1e-9) and (t.tc() >= 0).all()
 
 
+def test_all_seven_are_shown(capsys):
+    """Two pairs of 8 symbols: H is 2 ln 8, TC too, and 64 of the 8^4 tuples are possible."""
+    toy.show_all()
+    assert "4.159  4.159  0.016" in " ".join(capsys.readouterr().out.split()).replace(" ", "  ")
+
+
 def test_modes_mislead_the_argmaxes():
     t = make("modes", m=7)
     assert (t.prob.argmax(-1) == 0).all()

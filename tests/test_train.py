@@ -205,7 +205,9 @@ def test_an_adapter_run_moves_the_adapter_alone_and_resumes_on_its_base(
 def test_a_run_is_extended(tmp_path, run, monkeypatch, scratch):
     """After two steps the run takes four more: the log goes on after its old lines, with the schedule of six steps. It
     stays the model that it was, also if the preset has been edited since."""
-    run(*scratch, "--max_iters", 2, "--out_dir", tmp_path)
+    monkeypatch.setattr(train, "LOG_INTERVAL", 2)
+    said = run(*scratch, "--max_iters", 2, "--out_dir", tmp_path)
+    assert "step 2/2 | loss" in said and "step 1/2" not in said
     before = end_state(tmp_path)[1]
     written = (tmp_path / "config.json").read_text()
     for name, preset in config.PRESETS.items():
