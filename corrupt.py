@@ -15,7 +15,7 @@ What is corrupted and what is not:
     eos that ends a document          is masked, drafted (see below) and predicted like any other token
     [M] and other special tokens      are never drawn as random tokens; a draft is never [M]
 
-Each block draws its own mask ratio. For wrong tokens there are three rules (--corruption):
+Each block draws its own mask ratio. The rules for wrong tokens (--corruption):
 
     mask      there are only masks, and no wrong tokens
     random    random ordinary tokens replace some visible ones, as in LLaDA2.1's training

@@ -67,7 +67,8 @@ class Model(nn.Module):
         denoise(engine, z, given, u, d)       a decoding step                     (else sample.denoise)
         told(clean, states), partial_cost     see below
 
-    tests/test_stage_b_of_ones_own.py has one with a layer of its own, and cache.check_stage_b tries any.
+    A method that calls functions of train.py or sample.py imports them itself, inside. An example with a layer of its
+    own is in tests/test_stage_b_of_ones_own.py, and cache.check_stage_b tries any coordinate.
     """
 
     BASE = ("wte", "layers", "norm_f", "lm_head")  # all parameters outside these are Stage B's own
