@@ -10,6 +10,7 @@ import base
 import train
 from base import base_step
 from lib.optimizers import muon
+from lib.util import read_json
 from train import cocommit_step
 
 
@@ -79,6 +80,7 @@ def test_a_run_goes_on_by_its_own_script(tmp_path, monkeypatch, capsys, scratch)
     a, b = tmp_path / "a", tmp_path / "b"
     run = caller(base, monkeypatch, capsys)
     run(*scratch, "--max_iters", 1, "--out_dir", a)
+    assert read_json(a / "train.json", "run")["one_by_one"] == 0  # a plain base reads no row from the left
     call = caller(train, monkeypatch, capsys)
     assert "of another script" in call.fails("--init_from", "resume", "--out_dir", a, "--max_iters", 2)
     call(*scratch, "--max_iters", 1, "--out_dir", b)

@@ -202,6 +202,11 @@ def test_an_adapter_run_moves_the_adapter_alone_and_resumes_on_its_base(
     assert f"(config, tokenizer or weights) than {base} holds now" in run.fails(*resume)
 
 
+def test_an_adapter_learns_beside_a_model_whatever_its_rank():
+    of = [Namespace(init_from=name, lora_r=r) for name in ("scratch", "base") for r in (0, 1)]
+    assert [settings.saves_adapter(args) for args in of] == [False, False, False, True]
+
+
 def test_a_run_is_extended(tmp_path, run, monkeypatch, scratch):
     """After two steps the run takes four more: the log goes on after its old lines, with the schedule of six steps. It
     stays the model that it was, also if the preset has been edited since."""
