@@ -124,10 +124,12 @@ def settle(args: Namespace) -> None:
 def refuse_used(args: Namespace) -> None:
     """Refuse a folder with a file that a run would write: only the run itself overwrites its files."""
     folder = Path(args.out_dir)
-    for name in (*WHOLE, "log.jsonl"):
-        if (folder / name).exists() and not args.resume:
-            fail(f"{folder} already holds a run or a checkpoint ({name}): choose another --out_dir, or go on by "
-                 f"--init_from resume --out_dir {quoted(folder)}, without --config")  # fmt: skip
+    tensors = [f"{name}.safetensors" for name in ("model", "adapter", "state")]
+    if not args.resume:
+        for name in (*WHOLE, "log.jsonl", "tokenizer.json", *tensors):
+            if (folder / name).exists():
+                fail(f"{folder} already holds a run or a checkpoint ({name}): choose another --out_dir, or go on by "
+                     f"--init_from resume --out_dir {quoted(folder)}, without --config")  # fmt: skip
 
 
 def check_rows_fit(args: Namespace) -> None:

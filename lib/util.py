@@ -218,7 +218,7 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     whole or not there. What a killed process leaves, the next `alone_in` removes."""
     check_same_folder(path.parent)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with tempfile.TemporaryDirectory(prefix=f"{UNFINISHED}-", dir=path.parent, ignore_cleanup_errors=True) as own:
             temporary = Path(own) / path.name
             temporary.touch()
@@ -232,6 +232,16 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
             flush(path.parent)
     except (OSError, SafetensorError) as e:  # no permission, no space
         fail(f"cannot write {path}: {e}; choose another folder or free some space")
+
+
+def make_folder(folder: Path) -> None:
+    """mkdir -p that a power cut does not undo."""
+    if folder.is_symlink() and not folder.exists():
+        fail(f"{folder} is a link to {os.readlink(folder)}, and nothing is there")
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        flush(folder.parent)
 
 
 def flush(path: Path) -> None:
@@ -250,7 +260,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     """Lock a folder while a run writes into it, so that another run is refused. The folder is made if it is not there,
     and what a killed run left unfinished is removed. The kernel drops the lock when the process ends."""
     new = [place for place in (folder, *folder.parents) if not place.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     number = os.open(folder, os.O_RDONLY) if fcntl else None
     try:
         lock(number, folder)
@@ -258,6 +268,9 @@ def alone_in(folder: Path) -> Iterator[None]:
         for left in folder.glob(f"{UNFINISHED}*"):
             shutil.rmtree(left, ignore_errors=True)
         yield
+    except (OSError, Mistake):
+        check_same_folder(folder)  # if the folder is gone, this is why the run failed
+        raise
     finally:
         # a run that fails before it writes anything leaves no folder behind
         with suppress(OSError, Mistake):

@@ -46,6 +46,7 @@ def tree(tmp_path_factory) -> Path:
     shutil.copytree(GOLDEN, tree / "released")
     toy_rows(tree / "pairs")
     byte_rows(tree / "text")
+    (tree / "link").symlink_to("nowhere")
     (tree / "records").mkdir()
     record = json.dumps({"text": "hello " * 9, "int_score": 4, "token_count": 300})
     (tree / "records" / "a.jsonl").write_text(f"{record}\n" * 5)
@@ -80,6 +81,7 @@ TYPED = [
     (train, [*TEXT, "--init_from", "TREE/adapter"], "--init_from TREE/bytes"),
     (prepare, ["names", "--out", "TREE/text"], "TREE/text already holds rows"),
     (train, [*TOY, "--out_dir", "TREE/toy"], "already holds a run"),
+    (toy, ["modes", "--out", "TREE/link"], "TREE/link is a link to nowhere"),
     # sizes that do not fit each other
     (train, [*TOY, "--block_length", 8], "made for blocks of 2"),
     (train, [*TEXT, "--seq_len", 100], "--seq_len 100"),
@@ -251,9 +253,10 @@ def test_what_is_written_is_whole_whatever_a_kill_leaves(script, argv, tree, tmp
     os.umask(before)
     renamed = [i for i, event in enumerate(events) if isinstance(event, tuple)]
     assert all((events[i - 1], events[i + 1]) == events[i][1:] for i in renamed)
-    # there is no other way to write a file, and all have the same rights
+    # there is no other way to write a file, and all have the same rights; the folder is in its own folder's list
     files = {path.name: path for path in whole.iterdir()}
     assert {events[i][0]: 0o640 for i in renamed} == {name: path.stat().st_mode & 0o777 for name, path in files.items()}
+    assert tmp_path.stat().st_ino in events[: renamed[0]]
     # a state says how many lines of the log are before it: they are on the disk first
     states = [i for i in renamed if events[i][0] == "state.safetensors"]
     assert len(states) == (2 if script is train else 0)
@@ -292,6 +295,11 @@ def test_a_folder_that_is_deleted_under_a_run_is_not_written_to(tmp_path):
             with pytest.raises(Mistake, match="deleted or moved"):
                 write()
     assert not list(out.iterdir())
+
+    # what fails because the folder is gone says so, and not that space should be freed
+    with pytest.raises(Mistake, match="deleted or moved"), alone_in(tmp_path / "b"):
+        shutil.rmtree(tmp_path / "b")
+        raise OSError("No such file or directory")
 
 
 # --- runs
