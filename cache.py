@@ -219,19 +219,12 @@ def check_stage_b(model: Model) -> None:
     """Refuse a Stage B that computes something else in training, where whole rows are read beside their clean copy,
     than in decoding, where a block is read after the finished ones before it, beside blocks of other rows. It is tried
     with noise on Stage B's own parameters, for what is zero would hide a mistake. Raises Mistake."""
-    for name, value in vars(model).items():
-        items = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
-        if not name.startswith("_") and any(isinstance(item, (nn.Module, Tensor)) for item in items):
-            fail(f"self.{name} hides layers or tensors, which neither learn nor are saved: make it an nn.ModuleList, "
-                 "nn.ModuleDict, nn.Parameter or buffer")  # fmt: skip
-
+    check_own(model)
     B = model.cfg.block_length
     device = model.wte.weight.device
     g = generator("check_stage_b")
     own = {name: tensor.clone() for name, tensor in model.own().items()}
-    for name, tensor in model.own().items():
-        if not tensor.is_floating_point():
-            fail(f"{name} is {tensor.dtype}, and an adapter holds floats alone: make it torch.float32")
+    for tensor in model.own().values():
         tensor += (0.1 * torch.randn(tensor.shape, generator=g)).to(tensor)
     dtype, model.compute_dtype = model.compute_dtype, torch.float32
 
@@ -284,3 +277,21 @@ def check_stage_b(model: Model) -> None:
     if not off < 1e-3:
         fail(f"Stage B computes something else in training than in decoding: its logits differ by {off:.2g} of their "
              "spread. It may read other blocks than its own, or later tokens, or draw something")  # fmt: skip
+
+
+def check_own(model: Model) -> None:
+    """Refuse layers and tensors of Stage B's own that an adapter could not hold. Raises Mistake."""
+    for name, tensor in model.own().items():
+        if not tensor.is_floating_point():
+            fail(f"{name} is {tensor.dtype}, and an adapter holds floats alone: make it torch.float32")
+
+    # PyTorch keeps what it knows of in attributes that begin with _
+    for name, value in vars(model).items():
+        items = [value]
+        if isinstance(value, (list, tuple)):
+            items = value
+        if isinstance(value, dict):
+            items = value.values()
+        if not name.startswith("_") and any(isinstance(item, (nn.Module, Tensor)) for item in items):
+            fail(f"self.{name} hides layers or tensors, which neither learn nor are saved: make it an nn.ModuleList, "
+                 "nn.ModuleDict, nn.Parameter or buffer")  # fmt: skip
