@@ -188,13 +188,21 @@ def complete(
     """Complete every prompt (name -> ids), and count which completions are names, and what they cost."""
     outputs = generate(model, list(prompts.values()), d, step=step)
     written = [tokenizer.decode(output.prompt + output.tokens) for output in outputs]
+    tokens = sum(len(output.tokens) for output in outputs)
+    cost = forwards(model, outputs)
     return {
         "exist": sum(exists(name) is not None for name in written) / len(prompts),
-        "forwards": forwards(model, outputs) / len(prompts),
-        "per_token": forwards(model, outputs) / max(1, sum(len(output.tokens) for output in outputs)),
+        "forwards": cost / len(prompts),
+        "per_token": cost / max(1, tokens),
         "full": sum(output.nfe["full"] for output in outputs) / len(prompts),
         "written": written,
     }
+
+
+def gained_and_lost(off: list[str], on: list[str]) -> tuple[int, int]:
+    """How many completions are names with Stage B on alone, and with it off alone."""
+    both = [(exists(a) is not None, exists(b) is not None) for a, b in zip(off, on, strict=True)]
+    return both.count((False, True)), both.count((True, False))
 
 
 def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
@@ -210,12 +218,13 @@ def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
     if asked_for(args):
         rows = [(folder, "as asked", decoding_of(args, models[folder])) for folder in args.ckpt]
 
+    tokenizers = {folder: load_tokenizer(base_of(folder)) for folder in models}
+    drawn = {folder: draw_names(args.prompts, "held out", tokenizer) for folder, tokenizer in tokenizers.items()}
     lines = []
     written = {}
     for folder, name, d in progress(rows, "evaluate"):
-        tokenizer = load_tokenizer(base_of(folder))
-        prompts = draw_names(args.prompts, "held out", tokenizer)
-        found = complete(models[folder], tokenizer, prompts, replace(d, gen_length=NAME_LENGTH))
+        prompts = drawn[folder]
+        found = complete(models[folder], tokenizers[folder], prompts, replace(d, gen_length=NAME_LENGTH))
         figures = [f"{found['exist']:.3f}", f"{found['forwards']:.2f}", f"{found['per_token']:.3f}"]
         lines.append([f"{folder}  {name}", *figures])
         written[folder, name] = found["written"]
@@ -225,11 +234,10 @@ def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
     print_table(["", "exist", "forwards a name", "a token"], lines)
     for folder in args.ckpt:
         if (folder, ON) in written:
-            both = zip(written[folder, ON], written[folder, OFF], strict=True)
-            changed = [(on, off) for on, off in both if on != off]
-            gained = sum(bool(exists(on)) and not exists(off) for on, off in changed)
-            lost = sum(bool(exists(off)) and not exists(on) for on, off in changed)
-            print(f"{folder}: at the paper's gates Stage B changes {len(changed)} of {len(prompts)} completions: "
+            off, on = written[folder, OFF], written[folder, ON]
+            changed = sum(a != b for a, b in zip(off, on, strict=True))
+            gained, lost = gained_and_lost(off, on)
+            print(f"{folder}: at the paper's gates Stage B changes {changed} of {len(prompts)} completions: "
                   f"{gained} names gained, {lost} lost")  # fmt: skip
     print(f"next: python evaluate.py --ckpt {' '.join(map(quoted, args.ckpt))} --bits")
 

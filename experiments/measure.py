@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from checkpoint import base_of, judge_of, load_model
 from decoding import CAUSAL, PAPER, up_to_eos
-from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, bits_of_rows, complete, forwards, rows_of
+from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, bits_of_rows, complete, forwards, gained_and_lost, rows_of
 from lib.names import draw_names, exists
 from lib.rows import read_corpus
 from lib.tokenizer import load_tokenizer
@@ -144,21 +144,21 @@ def controls(args: Namespace) -> Iterator[dict]:
     """At the paper's gate, and at one of .3, where steps fill more masks."""
     model = load(args.ckpt)
     tokenizer = load_tokenizer(base_of(args.ckpt))
-    prompts = list(draw_names(N_CONTROLS, "held out", tokenizer).values())
+    prompts = draw_names(N_CONTROLS, "held out", tokenizer)
     for gate in (0.7, 0.3):
         for row in ("off", COCOMMIT, *CONTROLLED) if model.trained_b else (BASE,):
             d, step = decoder_of(row, model.cfg.n_rounds)
-            outputs = generate(model, prompts, replace(d, tau_m2t=gate, gen_length=NAME_LENGTH, holes=True), step=step)
-            right = [exists(tokenizer.decode(o.prompt + o.tokens)) is not None for o in outputs]
+            d = replace(d, tau_m2t=gate, gen_length=NAME_LENGTH, holes=True)
+            found = complete(model, tokenizer, prompts, d, step)
+            written = found["written"]
             if row in ("off", BASE):
-                off, written = right, [o.tokens for o in outputs]
+                off = written
 
-            gained = sum(b and not a for a, b in zip(off, right, strict=True))
-            lost = sum(a and not b for a, b in zip(off, right, strict=True))
-            differ = sum(a != o.tokens for a, o in zip(written, outputs, strict=True))
-            found = dict(right=sum(right), n=len(right), gained=gained, lost=lost, p=mcnemar(gained, lost))
-            cost = round(forwards(model, outputs) / len(outputs), 3)
-            yield dict(row=row, gate=gate) | found | dict(differ=differ, forwards=cost)
+            gained, lost = gained_and_lost(off, written)
+            right = sum(exists(name) is not None for name in written)
+            counts = dict(right=right, n=len(written), gained=gained, lost=lost, p=mcnemar(gained, lost))
+            differ = sum(a != b for a, b in zip(off, written, strict=True))
+            yield dict(row=row, gate=gate) | counts | dict(differ=differ, forwards=round(found["forwards"], 3))
 
 
 def mcnemar(gained: int, lost: int) -> float:
