@@ -239,7 +239,7 @@ def check_stage_b(model: Model) -> None:
     h = model.prefix(z, ctx)
     trained = model.logits(model.coordinate(h, bundle, tokens, ctx))
 
-    # if Stage B is told right tokens, which are not Stage A's drafts, no position may read one at its own place or on
+    # if Stage B is told true tokens, which are not Stage A's drafts, no position may read one at its own place or on
     # its right: another token at place i of each block may not move what is found at places 0..i
     states = model.last_n(h, ctx)[bundle]
     told = model.told(clean[bundle], states)
@@ -269,8 +269,8 @@ def check_stage_b(model: Model) -> None:
     engine = Engine(model, [[]] * 3, model.cfg.n_rounds)
     engine.stage_b(engine.stage_a(z[:, :B])[0], bundle[:, :B], tokens[:, :B])
     if moved > 1e-3:
-        fail("Stage B sees the answer while it learns: it is told right tokens, and reads them at their own places or "
-             "on the right of them; see Model.told")  # fmt: skip
+        fail("Stage B sees the answer while it learns: it is told true tokens, and a position reads its own, or "
+             "one on its right; see Model.told")  # fmt: skip
     if not intact:
         fail("Stage B leaves keys of its own in the place of Stage A's: a layer of it has the slot of a layer that it "
              "does not run again")  # fmt: skip

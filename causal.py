@@ -10,10 +10,10 @@ token, normalised. (The first position of a block is shown a mask: it reads the 
 position of the bundle sees itself, the bundle on its left, and all that is outside the bundle. Positions outside see
 none of it.
 
-In training x_{i-1} is the right token. So if the bundle has no gaps, the paper's own sum of cross-entropies over it is
--log prod p(x_i | x_<i) = -log p(bundle), by the chain rule. This is a joint loss: at its optimum no total correlation
-is lost (results/theorem). If visible tokens stand amid the bundle, the last token before each gap is shown to nobody,
-and what it shares with the tokens behind the gap is lost.
+In training x_{i-1} is the true token. So if the masks of the bundle stand side by side, the paper's own sum of
+cross-entropies over it is -log prod p(x_i | x_<i) = -log p(bundle), by the chain rule. This is a joint loss: at its
+optimum no total correlation is lost (results/theorem). If visible tokens stand amid the bundle, the token before them
+is shown to nobody, and what it shares with the tokens behind them is lost.
 
 In decoding x_{i-1} is a draft at first, which is Stage A's token. A pass of Stage B is `coordinate`, as in training: it
 reads the whole block, and gives a token for every draft. The leftmost token that differs from its draft is final, and
@@ -115,7 +115,7 @@ class CausalModel(Model):
     def coordinate(self, h: Tensor, bundle: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
         """Stage B in one pass.
 
-        h (R, T, C): prefix states. bundle (R, T) bool. tokens (R, T) int64: right tokens or drafts in the bundle, and z
+        h (R, T, C): prefix states. bundle (R, T) bool. tokens (R, T) int64: true tokens or drafts in the bundle, and z
         elsewhere -> (R, T, C)
         """
         # the note: you are written together, and this token is before you. It is scaled to the size of the state
@@ -127,7 +127,7 @@ class CausalModel(Model):
         return self.run_layers(h, replace(ctx, mask=bundle_mask(bundle, ctx)), self.layers_b)
 
     def told(self, clean: Tensor, states: Tensor) -> Tensor:
-        """The right tokens: no position sees its own, nor one on its right."""
+        """The true tokens: no position sees its own, nor one on its right."""
         return clean
 
     @property

@@ -109,7 +109,7 @@ def answer_log_probs(model: Model, task: toy.Toy, c: Tensor, z: Tensor, x: Tenso
 
 def one_step_table(model: Model, task: toy.Toy, stage_b: bool) -> Tensor:
     """q over the support when Stage A or Stage B draws all positions in one step: (N, S) float64. Of a Stage B that is
-    told the right tokens on the left this is the chain rule."""
+    told the true tokens on the left this is the chain rule."""
     N, S, m = task.support.shape
     c = torch.arange(N).repeat_interleave(S)
     x = task.support.reshape(N * S, m)

@@ -222,10 +222,11 @@ class Model(nn.Module):
         return bool(self.markers.any())
 
     def told(self, clean: Tensor, states: Tensor) -> Tensor:
-        """Which tokens Stage B reads in the bundle while it learns, and while it is measured: of the right ones,
-        clean (P,) int64, and Stage A's states (P, C) -> (P,) int64. They are Stage A's drafts, as in decoding. Only if
-        each position reads none but tokens on its left may they be the right ones. (The paper's Stage B reads none, so
-        it is told masks.)"""
+        """Which tokens Stage B reads in the bundle while it learns, and while it is measured: Stage A's drafts, as in
+        decoding. They may be the true ones only if each position reads none but tokens on its left. (The paper's Stage
+        B reads none, so it is told masks.)
+
+        clean (P,) int64: the true tokens. states (P, C): Stage A's -> (P,) int64."""
         if type(self).coordinate is Model.coordinate:
             return torch.full_like(clean, self.cfg.mask_id)
         return self.drafts(states)

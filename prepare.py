@@ -28,6 +28,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -44,15 +45,28 @@ TABLES = (".csv", ".tsv")  # not read: which column is the text?
 
 
 # --- documents
+@dataclass(frozen=True)
+class LeftOut:
+    """What stands in place of a text that is not taken."""
+
+    why: str
+
+
+NO_UTF8 = LeftOut("that are not in UTF-8")
+TABLE = LeftOut("that are tables, of which no column is known to be the text")
+NOWHERE = LeftOut("that lead nowhere")
+FILTERED = LeftOut("by the paper's filter")
+EMPTY = LeftOut("without text (in records: under --field)")
+
+
 def load_text(sources: list[Path], max_docs: int = 0, field: str = "text") -> list[tuple[str, str]]:
     """The documents of the sources, as (name, text), up to max_docs of them to train on (0: all); no text twice."""
     documents = {}  # text -> its name
     left_out = defaultdict(list)  # the reason -> names
-    why = f"without text (in records: --field {field!r}), not in UTF-8, a table or by the filter"
     n_train = 0
     for name, text in progress((pair for source in sources for pair in read_source(source, field)), "read"):
-        if not text or text in documents:
-            left_out["that are equal to an earlier text" if text else why].append(name)
+        if isinstance(text, LeftOut) or text in documents:
+            left_out[text.why if isinstance(text, LeftOut) else "that are equal to an earlier text"].append(name)
             continue
         documents[text] = name
         n_train += not is_validation(text)
@@ -66,8 +80,8 @@ def load_text(sources: list[Path], max_docs: int = 0, field: str = "text") -> li
     return [(name, text) for text, name in documents.items()]
 
 
-def read_source(source: Path, field: str) -> Iterator[tuple[str, str | None]]:
-    """The documents of `names`, a folder or a file; None in place of what has no text. field: the key of a record's."""
+def read_source(source: Path, field: str) -> Iterator[tuple[str, str | LeftOut]]:
+    """The documents of `names`, a folder or a file. field: the key of a record's text."""
     if source == Path("names"):
         yield from ((name, name) for name in unicode_names())
     elif (source / "train.safetensors").exists():
@@ -75,7 +89,7 @@ def read_source(source: Path, field: str) -> Iterator[tuple[str, str | None]]:
     elif source.is_dir():
         for path in files_of(source, set()):
             name = path.relative_to(source).as_posix()
-            yield from read_file(path, name, field) if path.is_file() else [(name, None)]  # a link to nowhere
+            yield from read_file(path, name, field) if path.is_file() else [(name, NOWHERE)]  # a link
     else:
         yield from read_file(source, source.name, field)
 
@@ -90,27 +104,27 @@ def files_of(folder: Path, seen: set[Path]) -> Iterator[Path]:
             yield from files_of(path, seen) if path.is_dir() else [path]
 
 
-def read_file(path: Path, name: str, field: str) -> Iterator[tuple[str, str | None]]:
+def read_file(path: Path, name: str, field: str) -> Iterator[tuple[str, str | LeftOut]]:
     """The documents of one file: its records, or its text."""
     with reading(path, "corpus"):
         if name.lower().endswith(RECORDS):
             for number, record in read_records(path):
-                kept = isinstance(record, dict) and passes_filter(record)
-                yield f"{name}:{number}", whole_text(record.get(field)) if kept else None
+                entries = record if isinstance(record, dict) else {}
+                yield f"{name}:{number}", whole_text(entries.get(field)) if passes_filter(entries) else FILTERED
             return
-        text = None
+        text = NO_UTF8
         with suppress(UnicodeDecodeError):
-            text = path.read_text(encoding="utf-8-sig")  # its lines end in \n, whatever they end in there
-        yield name, None if name.lower().endswith(TABLES) else text
+            text = path.read_text(encoding="utf-8-sig") or EMPTY  # its lines end in \n, whatever they end in there
+        yield name, TABLE if name.lower().endswith(TABLES) else text
 
 
-def whole_text(text: object) -> str | None:
-    """A record's text with the line ends of Unix; None if it is no text, or has half of a character (\\ud800)."""
+def whole_text(text: object) -> str | LeftOut:
+    """A record's text with the line ends of Unix, if it is one, and has no half of a character (\\ud800)."""
     try:
         text.encode()
     except (AttributeError, UnicodeEncodeError):
-        return None
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+        return EMPTY
+    return text.replace("\r\n", "\n").replace("\r", "\n") or EMPTY
 
 
 def passes_filter(record: dict) -> bool:

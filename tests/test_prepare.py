@@ -105,7 +105,7 @@ def test_lines_end_as_those_of_unix_and_a_byte_order_mark_is_no_text(tmp_path):
     assert load_text([tmp_path / "a.txt"]) == [("a.txt", "one\ntwo\nthree\n")]
 
 
-def test_what_has_no_text_is_left_out_and_counted_in_one_line(tmp_path, capsys):
+def test_what_has_no_text_is_left_out_and_counted_with_its_reason(tmp_path, capsys):
     """Not UTF-8, empty, a .json that is no record, lines that are none, and half of a character."""
     (tmp_path / "b.bin").write_bytes(b"\x89\xff")
     (tmp_path / "d.txt").write_text("")
@@ -115,8 +115,12 @@ def test_what_has_no_text_is_left_out_and_counted_in_one_line(tmp_path, capsys):
     with (tmp_path / "c.jsonl").open("ab") as file:
         file.write(b'{"text": "cut o')
     assert [name for name, _ in load_text([tmp_path])] == ["c.jsonl:1"]
-    said = capsys.readouterr().out
-    assert said.startswith("left out 8 without text ") and "such as ['b.bin', 'c.jsonl:2', 'c.jsonl:3'" in said
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "left out 1 that are not in UTF-8, such as ['b.bin']",
+        "left out 6 without text (in records: under --field), such as "
+        "['c.jsonl:2', 'c.jsonl:3', 'c.jsonl:4', 'c.jsonl:6', 'd.txt']",
+        "left out 1 by the paper's filter, such as ['c.jsonl:5']",
+    ]
 
 
 def test_equal_texts_and_linked_folders_are_read_once_and_tables_are_named(tmp_path, capsys):
@@ -129,8 +133,9 @@ def test_equal_texts_and_linked_folders_are_read_once_and_tables_are_named(tmp_p
         (tmp_path / "in" / name).symlink_to(tmp_path / to)
     assert load_text([tmp_path / "in"]) == [("b.txt", "b"), ("link/d.txt", "b\n")]
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("left out 2 ") and said[0].endswith("such as ['c.CSV', 'nowhere']")
-    assert said[1] == "left out 1 that are equal to an earlier text, such as ['sub/again.txt']"
+    assert said[0].startswith("left out 1 that are tables") and said[0].endswith("such as ['c.CSV']")
+    assert said[1] == "left out 1 that lead nowhere, such as ['nowhere']"
+    assert said[2] == "left out 1 that are equal to an earlier text, such as ['sub/again.txt']"
 
 
 def test_what_cannot_be_read_is_refused(tmp_path):
