@@ -139,7 +139,8 @@ def loop(
     """Train until max_iters, or until a signal asks for an earlier end."""
     done = begin(model, corpus, optimizer, args)
     saved = done
-    validation = validate(model, corpus, step, done, args) if is_due(done, args) else None
+    if is_due(done, args):
+        validate(model, corpus, step, done, args)
     with interruptible() as caught:
         for it in progress(range(done, args.max_iters), "train", done=done):
             record = update(model, corpus, step, optimizer, it, saved, args, second=it == done + 1)
@@ -156,14 +157,14 @@ def loop(
             if (it + 1) % LOG_INTERVAL == 0:
                 show(record, f"step {it + 1}/{args.max_iters}")
             if due:
-                validation = validate(model, corpus, step, it + 1, args)
+                validate(model, corpus, step, it + 1, args)
             if stop:
                 break
 
     # the run may have been killed after it saved its state, and before it saved what was learned
     if saved == done:
         save(model, optimizer, done, args)
-    tell_what_is_next(saved, args, validation)
+    tell_what_is_next(saved, args)
     if saved < args.max_iters:
         raise SystemExit(130)  # the exit code of a program that Ctrl-C has ended
 
@@ -231,7 +232,7 @@ def is_due(steps: int, args: Namespace) -> bool:
 
 
 @torch.no_grad()
-def validate(model: Model, corpus: Corpus, step: Callable[..., Losses], it: int, args: Namespace) -> dict[str, float]:
+def validate(model: Model, corpus: Corpus, step: Callable[..., Losses], it: int, args: Namespace) -> None:
     """The cross-entropies on held-out rows after `it` steps, and what Stage B gains there. The rows are the same in
     every run with the same sizes. A run that was stopped before it logged this validation logs it now."""
     rows = min(EVAL_ROWS, 8 * args.batch_size)  # one row takes the 16B model minutes
@@ -244,7 +245,6 @@ def validate(model: Model, corpus: Corpus, step: Callable[..., Losses], it: int,
     record = {"step": it, "val": True} | found
     report(record, Path(args.out_dir))
     show(record, f"validation after step {it}" if it else "validation before the first step", explained=it == 0)
-    return record
 
 
 def micro_batches(

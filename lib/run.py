@@ -206,11 +206,11 @@ def interruptible() -> Iterator[list[int]]:
 HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # Windows has none
 
 
-def tell_what_is_next(saved: int, args: Namespace, validation: dict[str, float] | None = None) -> None:
+def tell_what_is_next(saved: int, args: Namespace) -> None:
     """Print the last validation, and whether it has risen, and the command that goes on or shows what was learned."""
-    name = "m2t_B" if "m2t_B" in (validation or {}) else "m2t_A"
-    records = read_lines(Path(args.out_dir) / "log.jsonl", {"step": int}) if validation else []
-    found = [(record[name], record["step"]) for record in records if "val" in record and name in record]
+    records = [record for record in read_lines(Path(args.out_dir) / "log.jsonl", {"step": int}) if "val" in record]
+    name = "m2t_B" if any("m2t_B" in record for record in records) else "m2t_A"
+    found = [(record[name], record["step"]) for record in records if name in record]
     if len(found) > 1:
         (last, step), (best, earlier) = found[-1], min(found)
         risen = f", and was {best:.4g} after step {earlier}: it has risen, so take fewer steps" if last > best else ""
