@@ -4,8 +4,9 @@ bits     bits a byte of 16,384 held-out bytes, each block from masks, in each wa
 draws    forwards a byte of 16 drawn texts, and ms a byte, for one text alone and for 16 together
 names    the share of 512 held-out names that exist, forwards a name, and how many of the real names are of the training
          half, for each row that evaluate.py has, and for opponents
-controls how many of 1,500 greedy names exist with Stage B off, on, and by the controls of released/ablation.py; names
-         gained and lost against Stage B off, and McNemar's exact p
+controls how many greedy names exist with Stage B off, on, and by the controls of released/ablation.py; names gained and
+         lost against Stage B off (or against the base), and McNemar's exact p. All held-out names take part, and each
+         beginning is completed once
 
 python -m experiments.measure bits --ckpt assets/shakespeare/causal --system causal --seed 1 --out out/bits.jsonl
 python -m experiments.measure names --ckpt assets/names/paper --system paper --seed 1 --out out/names.jsonl
@@ -17,7 +18,7 @@ import time
 from argparse import Namespace
 from collections.abc import Container, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -26,12 +27,12 @@ import torch.nn.functional as F
 from checkpoint import base_of, judge_of, load_model
 from decoding import CAUSAL, PAPER, up_to_eos
 from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, bits_of_rows, complete, forwards, gained_and_lost, rows_of
-from lib.names import draw_names, exists
+from lib.names import draw_names, each_once, exists
 from lib.rows import read_corpus
 from lib.tokenizer import load_tokenizer
 from lib.util import Parser, append_line, command
 from model import Model
-from released.ablation import BASE, COCOMMIT, CONTROLS, decoder_of
+from released.ablation import BASE, COCOMMIT, CONTROLS, GATED, ROWS, decoder_of
 from sample import generate
 
 load = partial(load_model, device="cpu", dtype=torch.float32)
@@ -43,8 +44,11 @@ N_BYTES = 16384
 BEGINNING = 56  # bytes of each beginning that is continued
 DRAWN = replace(CAUSAL, select="left", gen_length=200, temperature=1.0, eos_early_stop=False)  # whole blocks
 N_NAMES = 512
-N_CONTROLS = 1500
+
+# a comparison of the controls: the gate, a row, and the row that it is compared with
 CONTROLLED = [row for row in CONTROLS if row not in ("off", "Stage B without marker, deeper")]
+COMPARED = [(gate, row, "off") for gate in (0.7, 0.3) for row in ("off", COCOMMIT, *CONTROLLED)]
+COMPARED += [(0.7, GATED, "adapter, Stage B off"), (0.7, COCOMMIT, BASE)]
 
 
 def bits(args: Namespace) -> Iterator[dict]:
@@ -142,23 +146,25 @@ def beam_by_token(model: Model, prompt: list[int], U: int) -> tuple[list[int], i
 
 def controls(args: Namespace) -> Iterator[dict]:
     """At the paper's gate, and at one of .3, where steps fill more masks."""
-    model = load(args.ckpt)
     tokenizer = load_tokenizer(base_of(args.ckpt))
-    prompts = draw_names(N_CONTROLS, "held out", tokenizer)
-    for gate in (0.7, 0.3):
-        for row in ("off", COCOMMIT, *CONTROLLED) if model.trained_b else (BASE,):
-            d, step = decoder_of(row, model.cfg.n_rounds)
-            d = replace(d, tau_m2t=gate, gen_length=NAME_LENGTH, holes=True)
-            found = complete(model, tokenizer, prompts, d, step)
-            written = found["written"]
-            if row in ("off", BASE):
-                off = written
+    models = {"adapter": load(args.ckpt), "base": load(base_of(args.ckpt))}
+    prompts = each_once(draw_names(10**9, "held out", tokenizer))
+    known = draw_names(10**9, "trained", tokenizer).keys()
 
-            gained, lost = gained_and_lost(off, written)
-            right = sum(exists(name) is not None for name in written)
-            counts = dict(right=right, n=len(written), gained=gained, lost=lost, p=mcnemar(gained, lost))
-            differ = sum(a != b for a, b in zip(off, written, strict=True))
-            yield dict(row=row, gate=gate) | counts | dict(differ=differ, forwards=round(found["forwards"], 3))
+    @cache
+    def completed(gate: float, row: str) -> dict:
+        weights, *_ = ROWS[row]
+        d, step = decoder_of(row, models[weights].cfg.n_rounds)
+        d = replace(d, tau_m2t=gate, gen_length=NAME_LENGTH, holes=True)
+        return complete(models[weights], tokenizer, prompts, d, step)
+
+    for gate, row, against in COMPARED:
+        found = completed(gate, row)
+        before, written = completed(gate, against)["written"], found["written"]
+        gained, lost = gained_and_lost(before, written)
+        counts = dict(gained=gained, lost=lost, p=mcnemar(gained, lost))
+        counts["differ"] = sum(a != b for a, b in zip(before, written, strict=True))
+        yield dict(gate=gate, against=against) | counted(row, written, found["forwards"], known) | counts
 
 
 def mcnemar(gained: int, lost: int) -> float:

@@ -49,3 +49,11 @@ def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]
         ids = tokenizer.encode_document(name).tolist()
         prompts[name] = ids[: math.ceil(len(ids) / 3)]
     return prompts
+
+
+def each_once(prompts: dict[str, list[int]]) -> dict[str, list[int]]:
+    """The first name of each beginning: the others would only repeat its greedy answer."""
+    first: dict[tuple[int, ...], str] = {}
+    for name, ids in prompts.items():
+        first.setdefault(tuple(ids), name)
+    return {name: list(ids) for ids, name in first.items()}

@@ -179,12 +179,14 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
     out = run(*argv, tmp_path / "one", tmp_path / "causal", "--tau_m2t", 0.9)
     assert out.count("as asked") == 2 and "base, " not in out
 
-    # of five completions Stage B changes four: two become names, one was a name, and one is none in either
-    written = {0: ["x", "x", "TILDE", "SPACE", "x"], 2: ["DIGIT ONE", "DIGIT TWO", "x", "SPACE", "y"]}
+    # of five completions Stage B changes four: two become names, one was a name, and one is none in either. A name with
+    # the beginning of another one does not count
+    written = {0: ["x", "x", "TILDE", "SPACE", "x", "x"], 2: ["DIGIT ONE", "DIGIT TWO", "x", "SPACE", "y", "DIGIT ONE"]}
+    monkeypatch.setattr(evaluate, "draw_names", lambda *_: dict(A=[1], B=[2], C=[3], D=[4], E=[1, 2], F=[1]))
     found = lambda *of: dict(exist=0, forwards=0, per_token=0, written=written[of[-1].n_rounds])  # noqa: E731
     monkeypatch.setattr(evaluate, "complete", found)
-    out = run(*argv, tmp_path / "one", "--prompts", 5)
-    assert "Stage B changes 4 of 5 completions: 2 names gained, 1 lost" in out
+    out = run(*argv, tmp_path / "one")
+    assert "Stage B changes 4 of the 5 beginnings' completions: 2 names gained, 1 lost" in out
 
 
 # --- bits
