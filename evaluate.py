@@ -31,7 +31,7 @@ import toy
 from cache import Engine
 from checkpoint import base_of, check_same_tokens, judge_of, load_model
 from decoding import ALL, PAPER, SETTINGS, Decoding, Output, add_decoding, asked_for, decoding_of, in_full, settings_of
-from lib.names import draw_names, each_once, exists
+from lib.names import draw_names, exists
 from lib.rows import Batch, Corpus, get_batch, read_corpus
 from lib.run import setting_of_run
 from lib.tokenizer import Tokenizer, load_tokenizer
@@ -219,7 +219,7 @@ def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
         rows = [(folder, "as asked", decoding_of(args, models[folder])) for folder in args.ckpt]
 
     tokenizers = {folder: load_tokenizer(base_of(folder)) for folder in models}
-    drawn = {folder: draw_names(args.prompts, "held out", tokenizer) for folder, tokenizer in tokenizers.items()}
+    drawn = {folder: draw_names(args.prompts, tokenizer) for folder, tokenizer in tokenizers.items()}
     lines = []
     written = {}
     for folder, name, d in progress(rows, "evaluate"):
@@ -234,12 +234,10 @@ def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
     print_table(["", "exist", "forwards a name", "a token"], lines)
     for folder in args.ckpt:
         if (folder, ON) in written:
-            once = each_once(drawn[folder])
-            off, on = ([text for name, text in zip(drawn[folder], written[folder, row], strict=True) if name in once]
-                       for row in (OFF, ON))  # fmt: skip
+            off, on = written[folder, OFF], written[folder, ON]
             changed = sum(a != b for a, b in zip(off, on, strict=True))
             gained, lost = gained_and_lost(off, on)
-            print(f"{folder}: at the paper's gates Stage B changes {changed} of the {len(once)} beginnings' completions: "
+            print(f"{folder}: at the paper's gates Stage B changes {changed} of {len(prompts)} completions: "
                   f"{gained} names gained, {lost} lost")  # fmt: skip
     print(f"next: python evaluate.py --ckpt {' '.join(map(quoted, args.ckpt))} --bits")
 

@@ -2,11 +2,10 @@
 
 bits     bits a byte of 16,384 held-out bytes, each block from masks, in each way that the model has
 draws    forwards a byte of 16 drawn texts, and ms a byte, for one text alone and for 16 together
-names    the share of 512 held-out names that exist, forwards a name, and how many of the real names are of the training
-         half, for each row that evaluate.py has, and for opponents
-controls how many greedy names exist with Stage B off, on, and by the controls of released/ablation.py; names gained and
-         lost against Stage B off (or against the base), and McNemar's exact p. All held-out names take part, and each
-         beginning is completed once
+names    the share of all held-out beginnings that become existing names, forwards a name, and how many of the real names
+         are of the training half, for each row that evaluate.py has, and for opponents
+controls how many of them become existing names with Stage B off, on, and by the controls of released/ablation.py; names
+         gained and lost against Stage B off (or the base), and McNemar's exact p
 
 python -m experiments.measure bits --ckpt assets/shakespeare/causal --system causal --seed 1 --out out/bits.jsonl
 python -m experiments.measure names --ckpt assets/names/paper --system paper --seed 1 --out out/names.jsonl
@@ -27,7 +26,7 @@ import torch.nn.functional as F
 from checkpoint import base_of, judge_of, load_model
 from decoding import CAUSAL, PAPER, up_to_eos
 from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, bits_of_rows, complete, forwards, gained_and_lost, rows_of
-from lib.names import draw_names, each_once, exists
+from lib.names import draw_names, exists, names_of
 from lib.rows import read_corpus
 from lib.tokenizer import load_tokenizer
 from lib.util import Parser, append_line, command
@@ -43,7 +42,6 @@ BLOCK = 16  # all models are judged on the rows of these blocks
 N_BYTES = 16384
 BEGINNING = 56  # bytes of each beginning that is continued
 DRAWN = replace(CAUSAL, select="left", gen_length=200, temperature=1.0, eos_early_stop=False)  # whole blocks
-N_NAMES = 512
 
 # a comparison of the controls: the gate, a row, and the row that it is compared with
 CONTROLLED = [row for row in CONTROLS if row not in ("off", "Stage B without marker, deeper")]
@@ -95,8 +93,8 @@ def draws(args: Namespace) -> Iterator[dict]:
 
 def names(args: Namespace) -> Iterator[dict]:
     tokenizer = load_tokenizer(base_of(args.ckpt))
-    prompts = draw_names(N_NAMES, "held out", tokenizer)
-    known = draw_names(10**9, "trained", tokenizer).keys()
+    prompts = draw_names(10**9, tokenizer)
+    known = set(names_of("train"))
     model = load(args.ckpt)
     rows = {name: (model, d) for name, d in (rows_of(model) if model.trained_b else BASE_ROWS).items()}
     if "beam" not in model.unread:
@@ -148,8 +146,8 @@ def controls(args: Namespace) -> Iterator[dict]:
     """At the paper's gate, and at one of .3, where steps fill more masks."""
     tokenizer = load_tokenizer(base_of(args.ckpt))
     models = {"adapter": load(args.ckpt), "base": load(base_of(args.ckpt))}
-    prompts = each_once(draw_names(10**9, "held out", tokenizer))
-    known = draw_names(10**9, "trained", tokenizer).keys()
+    prompts = draw_names(10**9, tokenizer)
+    known = set(names_of("train"))
 
     @cache
     def completed(gate: float, row: str) -> dict:

@@ -1,4 +1,4 @@
-# Names, one seed: a base, a left-to-right model, the paper's adapter, causal Stage B, and what each writes for 512
+# Names, one seed: a base, a left-to-right model, the paper's adapter, causal Stage B, and what each writes for all
 # held-out beginnings.
 # An hour on one thread. Page: results/names/README.md. Run from the root of the repository.
 # With seed 1 the base is the one in assets/names, whose adapter in assets/names/paper has seed 0.
@@ -20,4 +20,4 @@ python -m experiments.measure names --ckpt $out/causal --system causal $names
 for system in base paper causal; do
   python -m experiments.measure bits --ckpt $out/$system --system $system --seed $seed --out $out/bits.jsonl
 done
-python -m released.ablation --ckpt $out/paper --prompts 512
+python -m released.ablation --ckpt $out/paper --prompts 832

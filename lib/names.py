@@ -1,5 +1,6 @@
 """Names of Unicode characters. Every completed name can be judged, because `unicodedata` knows all names."""
 
+import itertools
 import math
 import re
 import unicodedata
@@ -37,23 +38,21 @@ def as_written(prompt: str) -> str:
     return re.sub(rf"\s+({MASK}|$)", r"\1", text)
 
 
-def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """n names of data/names, "held out" or "trained" on: name -> the first third of its tokens, rounded up."""
-    split = "val" if group == "held out" else "train"
+def names_of(split: str) -> list[str]:
+    """The names of data/names: "train" or "val"."""
     documents, starts, _ = read_split(FOLDER / f"{split}.safetensors")
     own = load_tokenizer(FOLDER)
-    order = torch.randperm(len(starts) - 1, generator=generator("names", group))
+    return [own.decode(documents[a:b].tolist()) for a, b in itertools.pairwise(starts.tolist())]
+
+
+def draw_names(n: int, tokenizer: Tokenizer) -> dict[str, list[int]]:
+    """Up to n held-out names: name -> its beginning, the first third of its tokens, rounded up. No two of them have the
+    same beginning, for a greedy decoder would only repeat its answer."""
+    names = names_of("val")
     prompts = {}
-    for i in order[:n].tolist():
-        name = own.decode(documents[starts[i] : starts[i + 1]].tolist())
-        ids = tokenizer.encode_document(name).tolist()
-        prompts[name] = ids[: math.ceil(len(ids) / 3)]
-    return prompts
-
-
-def each_once(prompts: dict[str, list[int]]) -> dict[str, list[int]]:
-    """The first name of each beginning: the others would only repeat its greedy answer."""
-    first: dict[tuple[int, ...], str] = {}
-    for name, ids in prompts.items():
-        first.setdefault(tuple(ids), name)
-    return {name: list(ids) for ids, name in first.items()}
+    for i in torch.randperm(len(names), generator=generator("names", "held out")).tolist():
+        ids = tokenizer.encode_document(names[i]).tolist()
+        prompts.setdefault(tuple(ids[: math.ceil(len(ids) / 3)]), names[i])
+        if len(prompts) == n:
+            break
+    return {name: list(ids) for ids, name in prompts.items()}

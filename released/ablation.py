@@ -146,7 +146,7 @@ def main() -> None:
     load = partial(load_model, device=pick_device(args.device), dtype=torch.float32)
     models = {"adapter": load(args.ckpt), "base": load(base)}
     row_of(models["adapter"])  # it has one
-    prompts = draw_names(args.prompts, "held out", tokenizer)
+    prompts = draw_names(args.prompts, tokenizer)
 
     lines = []
     for name, (weights, _, _, *printed) in ROWS.items():

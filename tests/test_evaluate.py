@@ -18,7 +18,7 @@ from checkpoint import load_model, save_model
 from config import PRESETS
 from decoding import Decoding, Output
 from evaluate import BASE_ROWS, OFF, ON, answer_log_probs, bits_of_rows, chain_table, one_step_table
-from lib.names import draw_names, exists
+from lib.names import draw_names, exists, names_of
 from lib.rows import copy_tokens, read_corpus
 from lib.tokenizer import load_tokenizer
 from lib.util import write_json
@@ -149,9 +149,11 @@ def test_shares_and_forwards_by_hand(monkeypatch):
 
 def test_prompts_are_the_first_third_of_held_out_names():
     tokenizer = load_tokenizer(BYTES)
-    prompts = draw_names(40, "held out", tokenizer)
+    prompts = draw_names(40, tokenizer)
     assert len(prompts) == 40 and all(exists(name) for name in prompts)
-    assert prompts.keys().isdisjoint(draw_names(10**6, "trained", tokenizer))
+    assert prompts.keys().isdisjoint(names_of("train"))
+    beginnings = {name[: (len(name) + 2) // 3] for name in names_of("val")}
+    assert sorted(map(tokenizer.decode, draw_names(10**6, tokenizer).values())) == sorted(beginnings)
     for name, ids in prompts.items():  # a byte is a token
         assert tokenizer.decode(ids) == name[: (len(name) + 2) // 3]
 
@@ -179,14 +181,12 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
     out = run(*argv, tmp_path / "one", tmp_path / "causal", "--tau_m2t", 0.9)
     assert out.count("as asked") == 2 and "base, " not in out
 
-    # of five completions Stage B changes four: two become names, one was a name, and one is none in either. A name with
-    # the beginning of another one does not count
-    written = {0: ["x", "x", "TILDE", "SPACE", "x", "x"], 2: ["DIGIT ONE", "DIGIT TWO", "x", "SPACE", "y", "DIGIT ONE"]}
-    monkeypatch.setattr(evaluate, "draw_names", lambda *_: dict(A=[1], B=[2], C=[3], D=[4], E=[1, 2], F=[1]))
+    # of five completions Stage B changes four: two become names, one was a name, and one is none in either
+    written = {0: ["x", "x", "TILDE", "SPACE", "x"], 2: ["DIGIT ONE", "DIGIT TWO", "x", "SPACE", "y"]}
     found = lambda *of: dict(exist=0, forwards=0, per_token=0, written=written[of[-1].n_rounds])  # noqa: E731
     monkeypatch.setattr(evaluate, "complete", found)
-    out = run(*argv, tmp_path / "one")
-    assert "Stage B changes 4 of the 5 beginnings' completions: 2 names gained, 1 lost" in out
+    out = run(*argv, tmp_path / "one", "--prompts", 5)
+    assert "Stage B changes 4 of 5 completions: 2 names gained, 1 lost" in out
 
 
 # --- bits

@@ -144,7 +144,7 @@ def page_data(folders: list[Path]) -> dict:
 
     # the name of every code point, each on its own line, which is empty if it has none
     names = "\n".join(unicodedata.name(chr(code), "") for code in range(sys.maxunicode + 1))
-    held_out = list(draw_names(BEGINNINGS, "held out", tokenizer).values()) if of_names else held_out_texts(base)
+    held_out = list(draw_names(BEGINNINGS, tokenizer).values()) if of_names else held_out_texts(base)
     return {
         "models": about_models,
         "weights": weights_data(tensors),

@@ -97,7 +97,7 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     assert [line.split("  ")[0] for line in lines[1:-1]] == [*ROWS]
 
     tokenizer = load_tokenizer(base)
-    found = complete(model, tokenizer, draw_names(2, "held out", tokenizer), Decoding(gen_length=8, n_rounds=2))
+    found = complete(model, tokenizer, draw_names(2, tokenizer), Decoding(gen_length=8, n_rounds=2))
     (line,) = [line for line in lines if line.startswith(COCOMMIT)]
     figures = [f"{found[figure]:.3f}" for figure in ("exist", "forwards", "full")]
     assert line.split()[-5:] == [*figures, "91.13", "0.34"]

@@ -189,7 +189,7 @@ def test_the_pages_tokenizer_and_judge_are_the_models(tmp_path):
 def test_the_shipped_page_opens_with_two_held_out_names_and_agrees_with_sample_and_evaluate(tmp_path):
     """Each decoder writes what sample.py writes, in as many forwards, and counts what a row of evaluate.py counts. What
     is typed is upper case, with _ for a mask, and is in the address."""
-    prompts = draw_names(4, "held out", TOKENIZER)
+    prompts = draw_names(4, TOKENIZER)
     script = """
         const seen = [...document.querySelectorAll("#seen tbody tr")].map((row) =>
             [row.cells[0], ...row.querySelectorAll(".line")].map((part) => part.textContent));
