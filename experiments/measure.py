@@ -2,8 +2,8 @@
 
 bits     bits a byte of 16,384 held-out bytes, each block from masks, in each way that the model has
 draws    forwards a byte of 16 drawn texts, and ms a byte, for one text alone and for 16 together
-names    the share of all held-out beginnings that become existing names, forwards a name, and how many of the real names
-         are of the training half, for each row that evaluate.py has, and for opponents
+names    the share of all held-out beginnings that become existing names, forwards a name, and how many of the real
+         names are of the training half, for each row that evaluate.py has, and for opponents
 controls how many of them become existing names with Stage B off, on, and by the controls of released/ablation.py; names
          gained and lost against Stage B off (or the base), and McNemar's exact p
 
@@ -130,7 +130,8 @@ def beam_by_token(model: Model, prompt: list[int], U: int) -> tuple[list[int], i
     score = torch.zeros(1)
     for _ in range(NAME_LENGTH):
         ids = F.pad(texts, (0, 1), value=mask)
-        log_p = model(ids, model.context(torch.ones_like(ids, dtype=torch.bool), ids))[:, -1].log_softmax(-1)
+        ctx = model.context(torch.ones_like(ids, dtype=torch.bool), one_by_one=torch.ones(len(ids), dtype=torch.bool))
+        log_p = model(ids, ctx)[:, -1].log_softmax(-1)
         log_p[:, mask] = -torch.inf
         ended = texts[:, -1] == eos
         log_p[ended] = -torch.inf

@@ -4,7 +4,6 @@ import re
 
 from common import ROOT
 
-from experiments.measure import mcnemar
 from tools import tables
 
 PAGES = sorted((ROOT / "results").glob("*/README.md"))
@@ -17,8 +16,3 @@ def test_tables_are_written_from_the_records():
     assert sorted(re.findall(r"<!-- table (.*?) -->", text)) == sorted(tables.TABLES)
     for path in (ROOT / "results").glob("*/*"):
         assert path.name == "README.md" or f"]({path.name})" in (path.parent / "README.md").read_text(), path
-
-
-def test_mcnemars_p_by_hand():
-    """Five of five alike: 2 / 32. Nine of ten: 2 (1 + 10) / 1,024."""
-    assert [mcnemar(*counts) for counts in ((5, 0), (0, 5), (1, 9), (2, 2), (0, 0))] == [1 / 16, 1 / 16, 11 / 512, 1, 1]

@@ -98,17 +98,17 @@ CONTROLS = {
 
 
 def controls() -> Table:
-    """At the paper's gate, a row for each training: right answers with Stage B off and on, and by each control gained /
-    lost."""
+    """At the paper's gate, a row for each training: the share of real names with Stage B off and on, and what each
+    control gained / lost."""
     found: dict[str, dict[str, dict]] = {}
     for line in (RESULTS / "names" / "controls.jsonl").read_text().splitlines():
         record = json.loads(line)
-        if record["gate"] == 0.7 and record["system"] != "base":
+        if record["gate"] == 0.7 and record["against"] == "off":
             found.setdefault(f"{record['system']}, seed {record['seed']}", {})[record["row"]] = record
     rows = [["trained with", "off", "on", "p", *CONTROLS]]
     for title, of in found.items():
         on = of[CONTROLS["Stage B"]]
-        shares = [f"{r['right'] / r['n']:.3f}" for r in (of["off"], on)]
+        shares = [f"{r['exist']:.3f}" for r in (of["off"], on)]
         counts = [f"{of[row]['gained']} / {of[row]['lost']}" for row in CONTROLS.values()]
         rows.append([title, *shares, f"{on['p']:.1g}", *counts])
     return rows
