@@ -1,6 +1,6 @@
 # Names, one seed: a base, a left-to-right model, the paper's adapter, causal Stage B, and what each writes for all
 # held-out beginnings.
-# An hour on one thread. Page: results/names/README.md. Run from the root of the repository.
+# Two to three hours on one thread. Page: results/names/README.md. Run from the root of the repository.
 # With seed 1 the base is the one in assets/names, whose adapter in assets/names/paper has seed 0.
 set -e
 seed=${SEED:-1}
