@@ -14,8 +14,8 @@ second step. (In any text, two likeliest words above .7 are also the likeliest p
 change, causal Stage B, fits the words together in one step: a mask also sees a draft of the word before it.
 
 Left out are edits of written words, blocks, the mixture of experts, and LoRA on a frozen model. In causal.py Stage B
-also has its own layers, and a gate may leave masks of a bundle for a later step. Lines with the tag # CoCommit are the
-paper's (some also hand on what causal Stage B needs). Lines with # causal are our change.
+also has its own layers, its bundle is always all masks of a block, and a gate may leave some of these for a later step.
+Lines with # CoCommit are the paper's (some also hand on what causal Stage B needs), those with # causal are our change.
 """
 import argparse
 
