@@ -199,10 +199,12 @@ def complete(
     }
 
 
-def gained_and_lost(off: list[str], on: list[str]) -> tuple[int, int]:
-    """How many completions are names with Stage B on alone, and with it off alone."""
+def compare(off: list[str], on: list[str]) -> dict[str, int]:
+    """How many completions are names with Stage B on alone (gained), how many with it off alone (lost), and how many
+    differ."""
     both = [(exists(a) is not None, exists(b) is not None) for a, b in zip(off, on, strict=True)]
-    return both.count((False, True)), both.count((True, False))
+    differ = sum(a != b for a, b in zip(off, on, strict=True))
+    return dict(gained=both.count((False, True)), lost=both.count((True, False)), differ=differ)
 
 
 def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
@@ -234,11 +236,9 @@ def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
     print_table(["", "exist", "forwards a name", "a token"], lines)
     for folder in args.ckpt:
         if (folder, ON) in written:
-            off, on = written[folder, OFF], written[folder, ON]
-            changed = sum(a != b for a, b in zip(off, on, strict=True))
-            gained, lost = gained_and_lost(off, on)
-            print(f"{folder}: at the paper's gates Stage B changes {changed} of {len(prompts)} completions: "
-                  f"{gained} names gained, {lost} lost")  # fmt: skip
+            found = compare(written[folder, OFF], written[folder, ON])
+            print(f"{folder}: at the paper's gates Stage B changes {found['differ']} of {len(prompts)} completions: "
+                  f"{found['gained']} names gained, {found['lost']} lost")  # fmt: skip
     print(f"next: python evaluate.py --ckpt {' '.join(map(quoted, args.ckpt))} --bits")
 
 

@@ -28,7 +28,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -45,18 +45,15 @@ TABLES = (".csv", ".tsv")  # not read: which column is the text?
 
 
 # --- documents
-@dataclass(frozen=True)
-class LeftOut:
-    """What stands in place of a text that is not taken."""
+class LeftOut(Enum):
+    """What stands in place of a text that is not taken, and why."""
 
-    why: str
-
-
-NO_UTF8 = LeftOut("that are not in UTF-8")
-TABLE = LeftOut("that are tables, of which no column is known to be the text")
-NOWHERE = LeftOut("that lead nowhere")
-FILTERED = LeftOut("by the paper's filter")
-EMPTY = LeftOut("without text (in records: under --field)")
+    NO_UTF8 = "that are not in UTF-8"
+    TABLE = "that are tables, of which no column is known to be the text"
+    NOWHERE = "that lead nowhere"
+    FILTERED = "by the paper's filter"
+    EMPTY = "without text (in records: under --field)"
+    TWIN = "that are equal to an earlier text"
 
 
 def load_text(sources: list[Path], max_docs: int = 0, field: str = "text") -> list[tuple[str, str]]:
@@ -65,8 +62,10 @@ def load_text(sources: list[Path], max_docs: int = 0, field: str = "text") -> li
     left_out = defaultdict(list)  # the reason -> names
     n_train = 0
     for name, text in progress((pair for source in sources for pair in read_source(source, field)), "read"):
-        if isinstance(text, LeftOut) or text in documents:
-            left_out[text.why if isinstance(text, LeftOut) else "that are equal to an earlier text"].append(name)
+        if text in documents:
+            text = LeftOut.TWIN
+        if isinstance(text, LeftOut):
+            left_out[text].append(name)
             continue
         documents[text] = name
         n_train += not is_validation(text)
@@ -74,7 +73,7 @@ def load_text(sources: list[Path], max_docs: int = 0, field: str = "text") -> li
             break
 
     for reason, names in left_out.items():
-        print(f"left out {len(names):,} {reason}, such as {names[:5]}")
+        print(f"left out {len(names):,} {reason.value}, such as {names[:5]}")
     if not documents:
         fail(f"{' '.join(map(str, sources))} has no text")
     return [(name, text) for text, name in documents.items()]
@@ -89,7 +88,7 @@ def read_source(source: Path, field: str) -> Iterator[tuple[str, str | LeftOut]]
     elif source.is_dir():
         for path in files_of(source, set()):
             name = path.relative_to(source).as_posix()
-            yield from read_file(path, name, field) if path.is_file() else [(name, NOWHERE)]  # a link
+            yield from read_file(path, name, field) if path.is_file() else [(name, LeftOut.NOWHERE)]  # a link
     else:
         yield from read_file(source, source.name, field)
 
@@ -110,12 +109,13 @@ def read_file(path: Path, name: str, field: str) -> Iterator[tuple[str, str | Le
         if name.lower().endswith(RECORDS):
             for number, record in read_records(path):
                 entries = record if isinstance(record, dict) else {}
-                yield f"{name}:{number}", whole_text(entries.get(field)) if passes_filter(entries) else FILTERED
+                yield f"{name}:{number}", whole_text(entries.get(field)) if passes_filter(entries) else LeftOut.FILTERED
             return
-        text = NO_UTF8
+        text = LeftOut.NO_UTF8
         with suppress(UnicodeDecodeError):
-            text = path.read_text(encoding="utf-8-sig") or EMPTY  # its lines end in \n, whatever they end in there
-        yield name, TABLE if name.lower().endswith(TABLES) else text
+            # its lines end in \n, whatever they end in there
+            text = path.read_text(encoding="utf-8-sig") or LeftOut.EMPTY
+        yield name, LeftOut.TABLE if name.lower().endswith(TABLES) else text
 
 
 def whole_text(text: object) -> str | LeftOut:
@@ -123,8 +123,8 @@ def whole_text(text: object) -> str | LeftOut:
     try:
         text.encode()
     except (AttributeError, UnicodeEncodeError):
-        return EMPTY
-    return text.replace("\r\n", "\n").replace("\r", "\n") or EMPTY
+        return LeftOut.EMPTY
+    return text.replace("\r\n", "\n").replace("\r", "\n") or LeftOut.EMPTY
 
 
 def passes_filter(record: dict) -> bool:

@@ -24,10 +24,11 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint import base_of, judge_of, load_model
-from decoding import CAUSAL, PAPER, up_to_eos
-from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, bits_of_rows, complete, forwards, gained_and_lost, rows_of
+from decoding import CAUSAL, PAPER, Decoding, up_to_eos
+from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, bits_of_rows, compare, complete, forwards, rows_of
 from lib.names import draw_names, exists, names_of
 from lib.rows import read_corpus
+from lib.run import setting_of_run
 from lib.tokenizer import load_tokenizer
 from lib.util import Parser, append_line, command
 from model import Model
@@ -42,6 +43,7 @@ BLOCK = 16  # all models are judged on the rows of these blocks
 N_BYTES = 16384
 BEGINNING = 56  # bytes of each beginning that is continued
 DRAWN = replace(CAUSAL, select="left", gen_length=200, temperature=1.0, eos_early_stop=False)  # whole blocks
+IN_ONE = "in blocks of one token"
 
 # a comparison of the controls: the gate, a row, and the row that it is compared with
 CONTROLLED = [row for row in CONTROLS if row not in ("off", "Stage B without marker, deeper")]
@@ -95,23 +97,34 @@ def names(args: Namespace) -> Iterator[dict]:
     tokenizer = load_tokenizer(base_of(args.ckpt))
     prompts = draw_names(10**9, tokenizer)
     known = set(names_of("train"))
-    model = load(args.ckpt)
-    rows = {name: (model, d) for name, d in (rows_of(model) if model.trained_b else BASE_ROWS).items()}
-    if "beam" not in model.unread:
-        rows["Stage B, the longest run above 0.5"] = (model, replace(CAUSAL, tau_m2t=0.5))
-    elif model.trained_b:
-        rows["Stage B, gates .7 and .5"] = (model, replace(PAPER, tau_t2t=0.5))
-    else:
-        rows |= {f"the longest run above {tau}": (model, replace(LEFT, tau_m2t=tau)) for tau in (0.7, 0.2, 0.1)}
-        rows["in blocks of one token"] = (load(args.ckpt, block_length=1), LEFT)
-
+    rows = name_rows(args.ckpt)
     for name, (model, d) in rows.items():
         found = complete(model, tokenizer, prompts, replace(d, gen_length=NAME_LENGTH))
         yield counted(name, found["written"], found["forwards"], known)
-    if not model.trained_b:
-        found = [beam_by_token(model, prompt, 4) for prompt in prompts.values()]
+    if "all at once" in rows:  # a base
+        one, _ = rows[IN_ONE]
+        found = [beam_by_token(one, prompt, 4) for prompt in prompts.values()]
         written = [tokenizer.decode(text) for text, _ in found]
         yield counted("in blocks of one, a beam of 4", written, sum(m for _, m in found) / len(found), known)
+
+
+def name_rows(ckpt: Path) -> dict[str, tuple[Model, Decoding]]:
+    """Under the name of each row: what decodes, and how."""
+    model = load(ckpt)
+    if model.trained_b:
+        ways = rows_of(model)
+        if "beam" in model.unread:
+            ways["Stage B, gates .7 and .5"] = replace(PAPER, tau_t2t=0.5)
+        else:
+            ways["Stage B, the longest run above 0.5"] = replace(CAUSAL, tau_m2t=0.5)
+        return {name: (model, d) for name, d in ways.items()}
+
+    # a left-to-right model has one way
+    in_one = {IN_ONE: (load(ckpt, block_length=1), LEFT)}
+    if setting_of_run(ckpt, "one_by_one", float) == 1:
+        return in_one
+    runs = {f"the longest run above {tau}": replace(LEFT, tau_m2t=tau) for tau in (0.7, 0.2, 0.1)}
+    return {name: (model, d) for name, d in (BASE_ROWS | runs).items()} | in_one
 
 
 def counted(row: str, written: list[str], cost: float, known: Container[str]) -> dict:
@@ -123,15 +136,14 @@ def counted(row: str, written: list[str], cost: float, known: Container[str]) ->
 
 @torch.inference_mode()
 def beam_by_token(model: Model, prompt: list[int], U: int) -> tuple[list[int], int]:
-    """The likeliest text that a beam of U finds in blocks of one -> the text up to its eos, and its forwards. The beam
-    ends with the first text that is both finished and likeliest."""
+    """The likeliest text that a beam of U finds; the model has blocks of one -> the text up to its eos, and its
+    forwards. The beam ends with the first text that is both finished and likeliest."""
     eos, mask = model.cfg.eos_id, model.cfg.mask_id
     texts = torch.tensor([prompt])
     score = torch.zeros(1)
     for _ in range(NAME_LENGTH):
         ids = F.pad(texts, (0, 1), value=mask)
-        ctx = model.context(torch.ones_like(ids, dtype=torch.bool), one_by_one=torch.ones(len(ids), dtype=torch.bool))
-        log_p = model(ids, ctx)[:, -1].log_softmax(-1)
+        log_p = model(ids, model.context(torch.ones_like(ids, dtype=torch.bool)))[:, -1].log_softmax(-1)
         log_p[:, mask] = -torch.inf
         ended = texts[:, -1] == eos
         log_p[ended] = -torch.inf
@@ -159,11 +171,9 @@ def controls(args: Namespace) -> Iterator[dict]:
 
     for gate, row, against in COMPARED:
         found = completed(gate, row)
-        before, written = completed(gate, against)["written"], found["written"]
-        gained, lost = gained_and_lost(before, written)
-        counts = dict(gained=gained, lost=lost, p=mcnemar(gained, lost))
-        counts["differ"] = sum(a != b for a, b in zip(before, written, strict=True))
-        yield dict(gate=gate, against=against) | counted(row, written, found["forwards"], known) | counts
+        counts = compare(completed(gate, against)["written"], found["written"])
+        counts["p"] = mcnemar(counts["gained"], counts["lost"])
+        yield dict(gate=gate, against=against) | counted(row, found["written"], found["forwards"], known) | counts
 
 
 def mcnemar(gained: int, lost: int) -> float:
